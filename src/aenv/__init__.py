@@ -1,0 +1,3 @@
+"""AgentENV: self-hosted microVM environments for agents, speaking the E2B API."""
+
+__version__ = "0.1.0"

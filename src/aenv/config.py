@@ -1,0 +1,202 @@
+"""One typed tree of settings: defaults, then a TOML file, then ``AENV_*`` variables.
+
+The file is ``$AENV_HOME/config.toml`` or what ``AENV_CONFIG`` names. A variable is ``AENV_<SECTION>_<KEY>``
+(``AENV_API_PORT=9000``); lists are comma-separated. An unknown key or a value of the wrong type is a ConfigError.
+"""
+
+import dataclasses
+import os
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from aenv.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiSettings:
+    """The HTTP listener. `domain` is returned to clients when set (wildcard DNS `{port}-{id}.{domain}`)."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    domain: str | None = None
+    max_body_bytes: int = 1 << 20
+    """Largest JSON body of an API call; what goes through the proxy is not limited."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrchestratorSettings:
+    """Lifecycle limits. Times in seconds."""
+
+    on_timeout: Literal["pause", "kill"] = "pause"
+    """What an omitted `autoPause` means at expiry, where this version can pause."""
+    max_timeout: int = 30 * 24 * 3600
+    max_sandboxes: int = 1000
+    boot_deadline: float = 60.0
+    kill_deadline: float = 10.0
+    max_metadata_bytes: int = 64 * 1024
+    """Of metadata and of environment variables, each, keys and values together."""
+    ended_retention: int = 7 * 24 * 3600
+    """How long the record of an ended sandbox, with its reason, is kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VmmSettings:
+    """The virtual machine monitor."""
+
+    driver: Literal["qemu", "fake"] = "qemu"
+    accel: Literal["auto", "kvm", "tcg"] = "auto"
+    qemu_binary: str | None = None
+    """Path of qemu-system-<arch>; found on PATH when unset."""
+    uid_base: int = 2_000_000
+    """Each VMM runs as its own user: this number plus its network slot's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkSettings:
+    """Network slots. `cidr` is cut into /30s, one per slot."""
+
+    cidr: str = "10.213.0.0/16"
+    pool_size: int = 4
+    """Slots kept ready beyond those in use."""
+    max_slots: int = 1000
+    dns_upstream: tuple[str, ...] = ()
+    """Upstream resolvers; the host's own when empty."""
+    allow_internal: tuple[str, ...] = ()
+    """CIDRs inside the internal ranges that sandboxes may reach all the same."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplateSettings:
+    """Resources of the `base` template."""
+
+    cpu_count: int = 2
+    memory_mb: int = 512
+    disk_mb: int = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogSettings:
+    """`console` for people, `json` for machines."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["console", "json"] = "console"
+
+
+def default_home() -> Path:
+    """``$AENV_HOME``, else /var/lib/aenv for root, else ~/.local/share/aenv."""
+    if home := os.environ.get("AENV_HOME"):
+        return Path(home)
+    return Path("/var/lib/aenv") if os.geteuid() == 0 else Path.home() / ".local/share/aenv"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Everything a node can be told, and the places of its files under `home`."""
+
+    home: Path = field(default_factory=default_home)
+    api: ApiSettings = ApiSettings()
+    orchestrator: OrchestratorSettings = OrchestratorSettings()
+    vmm: VmmSettings = VmmSettings()
+    network: NetworkSettings = NetworkSettings()
+    templates: TemplateSettings = TemplateSettings()
+    log: LogSettings = LogSettings()
+
+    @property
+    def secrets_dir(self) -> Path:
+        """API key and token seed; 0700."""
+        return self.home / "secrets"
+
+    @property
+    def state_db(self) -> Path:
+        """SQLite, WAL: sandboxes, events, idempotency keys."""
+        return self.home / "state.db"
+
+    @property
+    def sandboxes_dir(self) -> Path:
+        """One folder per sandbox: disk, serial log, VMM sockets."""
+        return self.home / "sandboxes"
+
+    @property
+    def templates_dir(self) -> Path:
+        """One folder per template."""
+        return self.home / "templates"
+
+    @property
+    def pid_file(self) -> Path:
+        """Lock and pid of the running server."""
+        return self.home / "server.pid"
+
+
+def load(home: Path | None = None, environ: Mapping[str, str] | None = None) -> Settings:
+    """Read the settings. Raises ConfigError naming the setting, the value and its source."""
+    environ = os.environ if environ is None else environ
+    home = home or (Path(environ["AENV_HOME"]) if environ.get("AENV_HOME") else default_home())
+    path = Path(environ.get("AENV_CONFIG") or home / "config.toml")
+    tree = _read_toml(path, required="AENV_CONFIG" in environ)
+    sections = {f.name: f for f in dataclasses.fields(Settings) if f.name != "home"}
+    if unknown := set(tree) - set(sections):
+        raise ConfigError(f"{path}: unknown section [{sorted(unknown)[0]}]; known: {', '.join(sorted(sections))}")
+    values: dict[str, Any] = {}
+    for name in sections:
+        values[name] = _section(typing.get_type_hints(Settings)[name], name, tree.get(name, {}), path, environ)
+    return Settings(home=home, **values)
+
+
+def _read_toml(path: Path, *, required: bool) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        if required:
+            raise ConfigError(f"AENV_CONFIG names {path}, which does not exist") from None
+        return {}
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def _section(cls: Any, section: str, given: Any, path: Path, environ: Mapping[str, str]) -> Any:
+    if not isinstance(given, dict):
+        raise ConfigError(f"{path}: [{section}] must be a table, not {given!r}")
+    hints = typing.get_type_hints(cls)
+    if unknown := set(given) - set(hints):
+        raise ConfigError(f"{path}: unknown setting {section}.{sorted(unknown)[0]}; known: {', '.join(sorted(hints))}")
+    values: dict[str, Any] = {}
+    for key, hint in hints.items():
+        variable = f"AENV_{section}_{key}".upper()
+        if variable in environ:
+            values[key] = _convert(hint, environ[variable], f"{variable}={environ[variable]!r}", text=True)
+        elif key in given:
+            values[key] = _convert(hint, given[key], f"{path}: {section}.{key} = {given[key]!r}", text=False)
+    return cls(**values)
+
+
+def _convert(hint: Any, value: Any, where: str, *, text: bool) -> Any:
+    """Check `value` against `hint`; with `text` it is a variable's string and is parsed first."""
+    origin = typing.get_origin(hint)
+    if origin is types.UnionType:
+        if text and value == "":
+            return None
+        return _convert(next(a for a in typing.get_args(hint) if a is not type(None)), value, where, text=text)
+    if origin is Literal:
+        if value not in (allowed := typing.get_args(hint)):
+            raise ConfigError(f"{where}: must be one of {', '.join(map(str, allowed))}")
+        return value
+    if origin is tuple:
+        items = [item.strip() for item in value.split(",") if item.strip()] if text else value
+        if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
+            raise ConfigError(f"{where}: must be a list of strings")
+        return tuple(items)
+    if text and hint in (int, float):
+        try:
+            return hint(value)
+        except ValueError:
+            raise ConfigError(f"{where}: must be a number") from None
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+        raise ConfigError(f"{where}: must be {hint.__name__}")
+    return value

@@ -1,0 +1,1 @@
+"""The guest: kernel and initramfs provisioning, and the client of its daemon."""

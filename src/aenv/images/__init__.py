@@ -1,0 +1,1 @@
+"""Disk images: from a template's root file system to a sandbox's own writable disk."""

@@ -1,0 +1,37 @@
+"""What the orchestrator asks of the image store. The data plane (`aenv-blockd`) will implement the same."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disk:
+    """A writable disk as a VMM opens it. `size` is what the guest sees, in bytes.
+
+    With format `qcow2` the file is an overlay over `backing`, which is shared and only ever read.
+    """
+
+    path: Path
+    format: Literal["raw", "qcow2"]
+    size: int
+    backing: Path | None = None
+
+
+class ImageStore(Protocol):
+    """Gives every sandbox its own writable view of a template's image."""
+
+    async def attach(self, image: str, directory: Path, uid: int) -> Disk:
+        """Make a fresh writable disk over `image` (a template id) in `directory`, owned by `uid`.
+
+        Raises NotFound for an unknown image, InsufficientStorage, ImageError. Leaves nothing behind on an error.
+        """
+        ...
+
+    async def open(self, image: str, directory: Path) -> Disk:
+        """The disk `attach` made earlier in `directory` (after a server restart). Raises ImageError if it is gone."""
+        ...
+
+    async def detach(self, directory: Path) -> None:
+        """Give up and delete the disk in `directory`. Idempotent."""
+        ...

@@ -1,0 +1,1 @@
+"""Network slots: namespaces, taps, addresses, egress policy and name resolution of sandboxes."""

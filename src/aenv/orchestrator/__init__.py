@@ -1,0 +1,1 @@
+"""The runner: carries out what the lifecycle decides. `Orchestrator` is its public face."""

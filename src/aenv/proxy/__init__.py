@@ -1,0 +1,1 @@
+"""From outside into sandboxes: routing, HTTP, WebSocket."""

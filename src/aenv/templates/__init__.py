@@ -1,0 +1,1 @@
+"""Templates: names for what sandboxes start from."""
