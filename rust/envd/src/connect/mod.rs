@@ -1,0 +1,165 @@
+//! The Connect protocol, JSON codec: unary calls here, streams in [`stream`], framing in [`envelope`].
+//!
+//! A failed unary call is an HTTP error status with a JSON body. A failed stream is HTTP 200 with an end-of-stream message that
+//! carries the error: SDKs lose the code of a stream that answers another status.
+
+pub mod envelope;
+pub mod stream;
+
+use std::future::Future;
+use std::time::Duration;
+
+use hyper::header::{HeaderMap, CONTENT_ENCODING, CONTENT_TYPE};
+use hyper::StatusCode;
+use serde::de::DeserializeOwned;
+use serde::Serialize;
+
+use crate::error::{json_response, HttpError, RpcError};
+use crate::http::{read_body, Request, Response};
+
+pub use stream::{client_stream, server_stream, EventSink, MessageSource};
+
+/// Longest unary request and longest single stream message, in bytes.
+pub const MAX_MESSAGE: usize = 64 << 20;
+
+/// Seconds between keepalives of a stream whose client names no interval.
+const DEFAULT_KEEPALIVE_SECONDS: u64 = 90;
+
+/// What the headers say about a call.
+#[derive(Debug, Clone)]
+pub struct Call {
+    /// The request's headers.
+    pub headers: HeaderMap,
+    /// `Connect-Timeout-Ms`; `None` is no limit.
+    pub timeout: Option<Duration>,
+    /// `Keepalive-Ping-Interval`, at least one second.
+    pub keepalive: Duration,
+}
+
+impl Call {
+    fn parse(headers: &HeaderMap) -> Result<Self, RpcError> {
+        let number = |name: &str| match headers.get(name) {
+            None => Ok(None),
+            Some(value) => {
+                let parsed = value.to_str().ok().and_then(|text| text.trim().parse::<u64>().ok());
+                parsed.map(Some).ok_or_else(|| {
+                    RpcError::invalid_argument(format!("header {name}: {value:?} is not a non-negative integer"))
+                })
+            }
+        };
+        // The protocol allows ten digits; a longer timeout is as good as none, and 0 is the SDKs' "unlimited".
+        let timeout = number("connect-timeout-ms")?.filter(|&ms| ms > 0 && ms < 10_000_000_000);
+        let keepalive = number("keepalive-ping-interval")?.unwrap_or(DEFAULT_KEEPALIVE_SECONDS);
+        Ok(Self {
+            headers: headers.clone(),
+            timeout: timeout.map(Duration::from_millis),
+            keepalive: Duration::from_secs(keepalive.clamp(1, 86_400)),
+        })
+    }
+}
+
+/// Serves a unary call: decodes the JSON body as `I`, awaits the handler within the call's timeout, encodes its answer.
+pub async fn unary<I, O, F, Fut>(request: Request, handler: F) -> Response
+where
+    I: DeserializeOwned,
+    O: Serialize,
+    F: FnOnce(Call, I) -> Fut,
+    Fut: Future<Output = Result<O, RpcError>>,
+{
+    let (parts, body) = request.into_parts();
+    if let Err(response) = require_content_type(&parts.headers, "application/json") {
+        return response;
+    }
+    let outcome = async {
+        require_identity(&parts.headers, CONTENT_ENCODING.as_str())?;
+        let call = Call::parse(&parts.headers)?;
+        let bytes = read_body(body, MAX_MESSAGE).await.map_err(|error| match error.status {
+            StatusCode::PAYLOAD_TOO_LARGE => RpcError::resource_exhausted(error.message),
+            _ => RpcError::invalid_argument(error.message),
+        })?;
+        let input = decode(&bytes)?;
+        let timeout = call.timeout;
+        with_deadline(timeout, handler(call, input)).await
+    };
+    match outcome.await {
+        Ok(output) => json_response(StatusCode::OK, &output),
+        Err(error) => error.into_response(),
+    }
+}
+
+/// Decodes one JSON message; an empty body is an empty message.
+fn decode<I: DeserializeOwned>(bytes: &[u8]) -> Result<I, RpcError> {
+    let bytes = if bytes.is_empty() { b"{}" } else { bytes };
+    serde_json::from_slice(bytes)
+        .map_err(|error| RpcError::invalid_argument(format!("cannot decode the request message: {error}")))
+}
+
+async fn with_deadline<T>(
+    timeout: Option<Duration>,
+    work: impl Future<Output = Result<T, RpcError>>,
+) -> Result<T, RpcError> {
+    match timeout {
+        None => work.await,
+        Some(limit) => tokio::time::timeout(limit, work).await.unwrap_or_else(|_| Err(deadline_exceeded(limit))),
+    }
+}
+
+fn deadline_exceeded(limit: Duration) -> RpcError {
+    RpcError::deadline_exceeded(format!("the call's timeout of {} ms has passed", limit.as_millis()))
+}
+
+/// Connect asks for 415 and the accepted type when a call comes in another codec.
+fn require_content_type(headers: &HeaderMap, wanted: &'static str) -> Result<(), Response> {
+    let given = headers.get(CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or("");
+    let essence = given.split(';').next().unwrap_or("").trim();
+    if essence.eq_ignore_ascii_case(wanted) {
+        return Ok(());
+    }
+    let message = format!("content type '{given}' is not supported here, send '{wanted}'");
+    let mut response = HttpError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, message).into_response();
+    response.headers_mut().insert("accept-post", hyper::header::HeaderValue::from_static(wanted));
+    Err(response)
+}
+
+fn require_identity(headers: &HeaderMap, name: &str) -> Result<(), RpcError> {
+    match headers.get(name).map(|value| value.as_bytes()) {
+        None | Some(b"" | b"identity") => Ok(()),
+        Some(other) => Err(RpcError::unimplemented(format!(
+            "{name} '{}' is not supported, send 'identity'",
+            String::from_utf8_lossy(other)
+        ))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use hyper::header::HeaderValue;
+
+    fn call(pairs: &[(&'static str, &'static str)]) -> Result<Call, RpcError> {
+        let mut headers = HeaderMap::new();
+        for (name, value) in pairs {
+            headers.insert(*name, HeaderValue::from_static(value));
+        }
+        Call::parse(&headers)
+    }
+
+    #[test]
+    fn reads_timeout_and_keepalive() {
+        let parsed = call(&[("connect-timeout-ms", "1500"), ("keepalive-ping-interval", "50")]).expect("valid");
+        assert_eq!((parsed.timeout, parsed.keepalive), (Some(Duration::from_millis(1500)), Duration::from_secs(50)));
+        let parsed = call(&[("connect-timeout-ms", "0"), ("keepalive-ping-interval", "0")]).expect("valid");
+        assert_eq!((parsed.timeout, parsed.keepalive), (None, Duration::from_secs(1)));
+        assert_eq!(call(&[]).expect("valid").keepalive, Duration::from_secs(90));
+        assert!(call(&[("connect-timeout-ms", "soon")]).is_err());
+    }
+
+    #[test]
+    fn content_type_ignores_parameters_and_case() {
+        let mut headers = HeaderMap::new();
+        headers.insert(CONTENT_TYPE, HeaderValue::from_static("Application/JSON; charset=utf-8"));
+        assert!(require_content_type(&headers, "application/json").is_ok());
+        let refused = require_content_type(&headers, "application/connect+json").expect_err("refused");
+        assert_eq!(refused.status(), StatusCode::UNSUPPORTED_MEDIA_TYPE);
+    }
+}

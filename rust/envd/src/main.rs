@@ -1,0 +1,5 @@
+//! The `envd` binary: see the library.
+
+fn main() {
+    println!("{}", envd::VERSION);
+}

@@ -1,0 +1,54 @@
+//! The HTTP server: accepts connections and routes requests.
+
+mod router;
+
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::time::Duration;
+
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use tokio::net::{TcpListener, TcpStream};
+
+use crate::http::{Peer, Request};
+use crate::state::State;
+
+/// Largest request head, in bytes; hyper's own minimum is 8 KiB. Signed URLs and X-Metadata headers fit easily.
+const MAX_HEAD: usize = 64 << 10;
+
+/// Pause after a failed accept (too many open files), so that it does not spin.
+const ACCEPT_BACKOFF: Duration = Duration::from_millis(100);
+
+/// Accepts connections for ever. Idle connections are kept as long as the client keeps them: a server that closes first races
+/// with the client's next request.
+pub async fn serve(listener: TcpListener, state: Arc<State>) -> Infallible {
+    loop {
+        match listener.accept().await {
+            Ok((stream, _)) => {
+                tokio::spawn(connection(stream, state.clone()));
+            }
+            Err(error) => {
+                eprintln!("[envd] accept: {error}");
+                tokio::time::sleep(ACCEPT_BACKOFF).await;
+            }
+        }
+    }
+}
+
+async fn connection(stream: TcpStream, state: Arc<State>) {
+    let (Ok(remote), Ok(local)) = (stream.peer_addr(), stream.local_addr()) else { return };
+    let peer = Peer { remote, local };
+    let _ = stream.set_nodelay(true);
+    let service = service_fn(move |mut request: Request| {
+        request.extensions_mut().insert(peer);
+        let state = state.clone();
+        async move { Ok::<_, Infallible>(router::route(request, state).await) }
+    });
+    // A broken connection concerns only its client, which already knows.
+    let _ = hyper::server::conn::http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(None)
+        .max_buf_size(MAX_HEAD)
+        .serve_connection(TokioIo::new(stream), service)
+        .await;
+}

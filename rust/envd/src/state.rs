@@ -1,0 +1,86 @@
+//! What the host has told this sandbox about itself, shared by every handler.
+
+use std::collections::BTreeMap;
+use std::sync::{PoisonError, RwLock};
+
+use hyper::header::HeaderMap;
+
+use crate::error::RpcError;
+use crate::users::{requested_user, User, UserDb};
+
+/// The settings `POST /init` changes. A snapshot of them is cheap to clone.
+#[derive(Debug, Clone)]
+pub struct Settings {
+    /// Callers must present it; `None` leaves the sandbox open.
+    pub access_token: Option<String>,
+    /// Environment of every process started from now on.
+    pub envs: BTreeMap<String, String>,
+    /// User of requests that name none.
+    pub default_user: String,
+    /// Directory of relative paths and processes without a cwd; the user's home when `None`.
+    pub default_workdir: Option<String>,
+    /// `E2B_SANDBOX_ID` of processes.
+    pub sandbox_id: Option<String>,
+    /// `E2B_TEMPLATE_ID` of processes.
+    pub template_id: Option<String>,
+    /// Changes at every resume and fork; also in /run/aenv/generation.
+    pub generation: Option<String>,
+    /// When the newest `/init` that was applied was sent, in nanoseconds of unix time.
+    pub initialized_at_ns: Option<i128>,
+}
+
+/// Shared state of the daemon.
+#[derive(Debug)]
+pub struct State {
+    /// Whether this process is the guest's PID 1. Outside a guest the clock, the hostname and other machine-wide
+    /// things are left alone.
+    pub is_init: bool,
+    settings: RwLock<Settings>,
+}
+
+impl State {
+    /// State before the first `/init`. `default_user` must exist in the guest for requests without a user to succeed.
+    pub fn new(is_init: bool, default_user: &str) -> Self {
+        let settings = Settings {
+            access_token: None,
+            envs: BTreeMap::new(),
+            default_user: default_user.to_owned(),
+            default_workdir: None,
+            sandbox_id: None,
+            template_id: None,
+            generation: None,
+            initialized_at_ns: None,
+        };
+        Self { is_init, settings: RwLock::new(settings) }
+    }
+
+    /// The settings as they are now.
+    pub fn settings(&self) -> Settings {
+        self.settings.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Changes the settings in one step.
+    pub fn update(&self, change: impl FnOnce(&mut Settings)) {
+        change(&mut self.settings.write().unwrap_or_else(PoisonError::into_inner));
+    }
+
+    /// The user a request acts as: the one of its Authorization header, else the default user.
+    ///
+    /// # Errors
+    /// `unauthenticated` when there is no such user.
+    pub fn effective_user(&self, headers: &HeaderMap) -> Result<User, RpcError> {
+        self.user_or_default(requested_user(headers)?.as_deref())
+    }
+
+    /// The user called `name`, or the default user when `None` or empty.
+    ///
+    /// # Errors
+    /// `unauthenticated` when there is no such user.
+    pub fn user_or_default(&self, name: Option<&str>) -> Result<User, RpcError> {
+        let db = UserDb::load();
+        match name.filter(|name| !name.is_empty()) {
+            Some(name) => db.user(name),
+            None => db.user(&self.settings().default_user),
+        }
+    }
+}
