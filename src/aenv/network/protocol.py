@@ -39,7 +39,7 @@ class Network(Protocol):
     """The pool of slots of this node."""
 
     async def start(self, in_use: Mapping[int, EgressPolicy]) -> None:
-        """Adopt the slots `in_use` (index -> policy), remove all other leftovers of this home, begin to fill the pool."""
+        """Adopt the slots `in_use` (index -> policy), remove other leftovers of this home, begin to fill the pool."""
         ...
 
     async def acquire(self, policy: EgressPolicy) -> Slot:
