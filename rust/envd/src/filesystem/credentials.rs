@@ -93,7 +93,14 @@ mod tests {
     use std::os::unix::fs::{MetadataExt, PermissionsExt};
 
     fn nobody() -> User {
-        User { name: "nobody".into(), uid: 65534, gid: 65534, groups: vec![65534], home: "/".into(), shell: "/bin/sh".into() }
+        User {
+            name: "nobody".into(),
+            uid: 65534,
+            gid: 65534,
+            groups: vec![65534],
+            home: "/".into(),
+            shell: "/bin/sh".into(),
+        }
     }
 
     fn is_root() -> bool {
