@@ -36,8 +36,14 @@ class OrchestratorSettings:
     """What an omitted `autoPause` means at expiry, where this version can pause."""
     max_timeout: int = 30 * 24 * 3600
     max_sandboxes: int = 1000
+    boot_concurrency: int = field(default_factory=lambda: max(2, os.cpu_count() or 1))
+    """Guests that boot at the same time; further creates wait their turn."""
     boot_deadline: float = 60.0
+    """From the start of a VMM to a ready guest."""
+    create_deadline: float = 150.0
+    """A whole create, the wait for its turn included."""
     kill_deadline: float = 10.0
+    """One try to end a VMM and release what it held."""
     max_metadata_bytes: int = 64 * 1024
     """Of metadata and of environment variables, each, keys and values together."""
     ended_retention: int = 7 * 24 * 3600

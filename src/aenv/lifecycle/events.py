@@ -61,7 +61,7 @@ class HostRestarted(Event):
 
 
 class Orphaned(Event):
-    """A new server found it half made, half gone, or its VMM beyond reach."""
+    """The server stops while it is half made; or a new server found it half made, half gone, or beyond reach."""
 
     reason = EndReason.SERVER_RESTART
 

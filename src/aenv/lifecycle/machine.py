@@ -40,7 +40,7 @@ TABLE: dict[tuple[Position, type[Event]], Row] = {
     (CREATING, DeleteRequested): (KILLING, (Do.CANCEL_LAUNCH, Do.TEAR_DOWN)),
     (CREATING, Faulted): (KILLING, (Do.CANCEL_LAUNCH, Do.TEAR_DOWN)),
     (CREATING, HostRestarted): (KILLING, (Do.TEAR_DOWN,)),
-    (CREATING, Orphaned): (KILLING, (Do.TEAR_DOWN,)),
+    (CREATING, Orphaned): (KILLING, (Do.CANCEL_LAUNCH, Do.TEAR_DOWN)),
     #
     (RUNNING, TtlChanged): (RUNNING, (Do.ARM_TIMER,)),
     (RUNNING, Adopted): (RUNNING, (Do.ARM_TIMER,)),

@@ -23,7 +23,7 @@ class Sandboxes(Protocol):
         """Raises BadRequest for a token that is not of this query."""
         ...
 
-    async def delete(self, sandbox_id: str, *, reason: str = "killed") -> None:
+    async def delete(self, sandbox_id: str, *, detail: str = "") -> None:
         """End it from whatever state; return when it no longer answers. Raises NotFound."""
         ...
 

@@ -1,0 +1,146 @@
+"""Carries out LAUNCH, adoption and TEAR_DOWN: the only code that makes and releases what a sandbox holds."""
+
+import asyncio
+import shutil
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from pathlib import Path
+
+from aenv.config import Settings
+from aenv.errors import InsufficientStorage, Unavailable, VmmError
+from aenv.guest.envd import GuestClient, GuestInit
+from aenv.guest.provision import GuestBundle
+from aenv.images.protocol import Disk, ImageStore
+from aenv.network.protocol import Network, Slot
+from aenv.orchestrator.record import Record
+from aenv.orchestrator.tokens import Tokens
+from aenv.vmm.protocol import Vm, Vmm, VmSpec
+
+
+@dataclass(slots=True)
+class Held:
+    """What one sandbox holds of the node right now."""
+
+    slot: Slot | None = None
+    vm: Vm | None = None
+
+
+class Launcher:
+    """Owns no sandbox; knows the order in which its parts come up and go down."""
+
+    def __init__(
+        self,
+        *,
+        settings: Settings,
+        vmm: Vmm,
+        network: Network,
+        images: ImageStore,
+        guest: GuestClient,
+        bundle: GuestBundle,
+        tokens: Tokens,
+    ) -> None:
+        self._settings = settings
+        self._vmm = vmm
+        self._network = network
+        self._images = images
+        self._guest = guest
+        self._bundle = bundle
+        self._tokens = tokens
+        self._booting = asyncio.Semaphore(settings.orchestrator.boot_concurrency)
+
+    def directory(self, sandbox_id: str) -> Path:
+        """The sandbox's own folder."""
+        return self._settings.sandboxes_dir / sandbox_id
+
+    async def launch(self, record: Record, held: Held) -> None:
+        """Boot the guest and make it ready, noting in `held` whatever now needs releasing.
+
+        Raises an InfrastructureError. On an error or cancellation the caller tears down.
+        """
+        limits = self._settings.orchestrator
+        try:
+            async with asyncio.timeout(limits.create_deadline), self._booting:
+                held.slot = await self._network.acquire(record.spec.egress)
+                disk = await self._make_disk(record, held.slot)
+                held.vm = await self._vmm.boot(self._vm_spec(record, held.slot, disk))
+                await _unless_ended(held.vm, self._guest.wait_ready(held.slot.address, limits.boot_deadline))
+                await _unless_ended(held.vm, self._guest.init(held.slot.address, self._guest_init(record)))
+        except TimeoutError:
+            raise Unavailable(
+                f"the sandbox was not ready within {limits.create_deadline:g} s: the node is busy; try again, "
+                "or raise orchestrator.create_deadline"
+            ) from None
+
+    async def adopt(self, record: Record, held: Held) -> None:
+        """Take over the VMM a previous server started. Raises an InfrastructureError; the caller then tears down."""
+        if record.slot is None or record.vm is None:
+            raise VmmError("the record names no VMM")
+        held.slot = self._network.adopted(record.slot)
+        disk = await self._images.open(record.template.id, self.directory(record.id))
+        held.vm = await self._vmm.adopt(self._vm_spec(record, held.slot, disk), record.vm)
+
+    async def tear_down(self, record: Record, held: Held) -> None:
+        """Release everything, in the order that makes it safe. Idempotent: a failed try is simply repeated."""
+        async with asyncio.timeout(self._settings.orchestrator.kill_deadline):
+            if held.vm is not None:
+                await held.vm.kill()
+                held.vm = None
+            if held.slot is not None:
+                await self._network.release(held.slot)
+                held.slot = None
+            await self._images.detach(self.directory(record.id))
+            await asyncio.to_thread(shutil.rmtree, self.directory(record.id), ignore_errors=True)
+
+    async def _make_disk(self, record: Record, slot: Slot) -> Disk:
+        directory = self.directory(record.id)
+        try:
+            await asyncio.to_thread(directory.mkdir, mode=0o700, parents=True)
+        except OSError as error:
+            raise InsufficientStorage(f"cannot make {directory}: {error}") from error
+        return await self._images.attach(record.template.id, directory, self._uid(slot))
+
+    def _uid(self, slot: Slot) -> int:
+        return self._settings.vmm.uid_base + slot.index
+
+    def _vm_spec(self, record: Record, slot: Slot, disk: Disk) -> VmSpec:
+        return VmSpec(
+            sandbox_id=record.id,
+            directory=self.directory(record.id),
+            uid=self._uid(slot),
+            vcpus=record.template.cpu_count,
+            memory_mb=record.template.memory_mb,
+            kernel=self._bundle.kernel,
+            initramfs=self._bundle.initramfs,
+            hostname=record.id,
+            disk=disk,
+            netns=slot.netns,
+            tap=slot.tap,
+            mac=slot.mac,
+        )
+
+    def _guest_init(self, record: Record) -> GuestInit:
+        return GuestInit(
+            sandbox_id=record.id,
+            template_id=record.template.id,
+            generation=record.generation,
+            hostname=record.id,
+            access_token=self._tokens.envd(record.id) if record.spec.secure else None,
+            env_vars={**record.template.env, **record.spec.env_vars},
+            default_user=record.template.user,
+            default_workdir=record.template.workdir,
+        )
+
+
+async def _unless_ended(vm: Vm, work: Awaitable[None]) -> None:
+    """Await `work`, but raise VmmError as soon as the VMM ends."""
+    working = asyncio.ensure_future(work)
+    ending = asyncio.ensure_future(vm.wait())
+    try:
+        await asyncio.wait((working, ending), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise VmmError(f"the VMM ended before the guest was ready: {ending.result().detail}")
+        await working
+    finally:
+        for task in (working, ending):
+            task.cancel()
+        await asyncio.gather(working, ending, return_exceptions=True)

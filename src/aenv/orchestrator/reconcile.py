@@ -1,0 +1,78 @@
+"""The start of a server after any end of the previous one: the node is the truth, the rows follow it.
+
+Every row that is not ended is adopted or ended with its reason; every VMM, slot and folder without one is removed.
+"""
+
+import asyncio
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import structlog
+
+from aenv.errors import AenvError
+from aenv.lifecycle.events import Adopted, HostRestarted, Orphaned
+from aenv.lifecycle.states import RUNNING
+from aenv.network.protocol import Network
+from aenv.orchestrator.record import Record
+from aenv.orchestrator.runner import Runner
+from aenv.vmm.protocol import Vmm
+
+log = structlog.get_logger(__name__)
+
+
+def host_boot_id() -> str:
+    """Changes at every boot of the host: what ran under another one cannot run any more."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+async def reconcile(
+    records: list[Record],
+    *,
+    sandboxes_dir: Path,
+    vmm: Vmm,
+    network: Network,
+    make_runner: Callable[[Record], Runner],
+) -> None:
+    """Bring the node and `records` (all rows not ended) together. Raises only what makes the node unusable."""
+    boot_id = host_boot_id()
+    candidates = {
+        r.id: r for r in records if r.life.position == RUNNING and r.boot_id == boot_id and r.vm and r.slot is not None
+    }
+    await _sweep(vmm, candidates.values())
+    await network.start({r.slot: r.spec.egress for r in candidates.values() if r.slot is not None})
+    await asyncio.to_thread(_remove_folders, sandboxes_dir, {record.id for record in records})
+
+    runners = {record.id: make_runner(record) for record in records}
+    failures: dict[str, str] = {}
+    for sandbox_id in candidates:
+        try:
+            await runners[sandbox_id].adopt()
+        except AenvError as error:
+            failures[sandbox_id] = error.message
+    if failures:  # such a VMM may still run; its slot is released only after it is dead
+        await _sweep(vmm, [r for r in candidates.values() if r.id not in failures])
+
+    for record in records:
+        runner = runners[record.id]
+        if record.boot_id != boot_id:
+            runner.post(HostRestarted())
+        elif record.id in failures:
+            runner.post(Orphaned(f"its VMM could not be taken over: {failures[record.id]}"))
+        elif record.id in candidates:
+            runner.post(Adopted())
+        else:
+            runner.post(Orphaned(f"the server ended while it was {record.life.position.operation}"))
+
+
+async def _sweep(vmm: Vmm, keep: Iterable[Record]) -> None:
+    killed = await vmm.sweep(frozenset(record.vm for record in keep if record.vm))
+    if killed:
+        log.info("reconcile.swept", vmms=killed)
+
+
+def _remove_folders(sandboxes_dir: Path, known: set[str]) -> None:
+    sandboxes_dir.mkdir(mode=0o711, parents=True, exist_ok=True)
+    for folder in sandboxes_dir.iterdir():
+        if folder.name not in known:
+            shutil.rmtree(folder, ignore_errors=True)

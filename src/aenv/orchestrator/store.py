@@ -1,0 +1,193 @@
+"""The node's memory: SQLite in WAL mode, written by one thread in the order of the calls.
+
+A write returns an awaitable that is done when the row is in the log; a reader after ``kill -9`` sees every write that
+was awaited, and for each sandbox the newest of them. `events` is the audit log: what happened to whom, when and why.
+"""
+
+import asyncio
+import errno
+import sqlite3
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TypeVar
+
+from aenv.errors import ConfigError, InfrastructureError, InsufficientStorage
+from aenv.orchestrator.record import Record, from_json, to_json
+
+T = TypeVar("T")
+
+SCHEMA_VERSION = 1
+SCHEMA = """
+CREATE TABLE sandboxes (id TEXT PRIMARY KEY, stable TEXT NOT NULL, ended_at TEXT, document TEXT NOT NULL) STRICT;
+CREATE INDEX sandboxes_by_end ON sandboxes (ended_at);
+CREATE TABLE events (
+  seq INTEGER PRIMARY KEY, sandbox_id TEXT NOT NULL, at TEXT NOT NULL, event TEXT NOT NULL, detail TEXT NOT NULL,
+  position TEXT NOT NULL
+) STRICT;
+CREATE INDEX events_by_sandbox ON events (sandbox_id, seq);
+CREATE TABLE idempotency (
+  key TEXT PRIMARY KEY, digest TEXT NOT NULL, sandbox_id TEXT NOT NULL, at TEXT NOT NULL
+) STRICT;
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedEvent:
+    """One line of the audit log."""
+
+    at: str
+    event: str
+    detail: str
+    position: str
+
+
+@dataclass(frozen=True, slots=True)
+class IdempotencyKey:
+    """A create call's key, the digest of its spec, and the sandbox it made."""
+
+    key: str
+    digest: str
+    sandbox_id: str
+
+
+class Store:
+    """Owns the database. `aclose` finishes what was begun."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
+        try:
+            self._db = self._thread.submit(self._open).result()
+        except sqlite3.Error as error:
+            self._thread.shutdown()
+            raise ConfigError(f"cannot open the state database {path}: {error}; restore it or move it away") from error
+
+    def _open(self) -> sqlite3.Connection:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        db = sqlite3.connect(self._path, isolation_level=None, timeout=5)
+        # NORMAL in WAL mode survives the death of the process at any instant; a crash of the host ends every sandbox.
+        db.executescript("PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL; PRAGMA foreign_keys=ON;")
+        (version,) = db.execute("PRAGMA user_version").fetchone()
+        if version == 0:
+            db.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
+        elif version != SCHEMA_VERSION:
+            raise sqlite3.DatabaseError(f"schema version {version}, this program knows {SCHEMA_VERSION}")
+        self._path.chmod(0o600)
+        return db
+
+    def save(self, record: Record, event: str, detail: str) -> "asyncio.Future[None]":
+        """Write the row and one line of its log, in one transaction."""
+        now = datetime.now(UTC).isoformat()
+
+        def write() -> None:
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                self._db.execute(
+                    "INSERT OR REPLACE INTO sandboxes VALUES (?, ?, ?, ?)",
+                    (
+                        record.id,
+                        record.life.position.stable,
+                        record.ended_at.isoformat() if record.ended_at else None,
+                        to_json(record),
+                    ),
+                )
+                self._db.execute(
+                    "INSERT INTO events (sandbox_id, at, event, detail, position) VALUES (?, ?, ?, ?, ?)",
+                    (record.id, now, event, detail, str(record.life.position)),
+                )
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+
+        return self._submit(write)
+
+    async def live(self) -> list[Record]:
+        """The rows of all sandboxes that have not ended. A row that cannot be read is an error, never skipped."""
+        return await self._rows("SELECT document FROM sandboxes WHERE ended_at IS NULL ORDER BY rowid")
+
+    async def recently_ended(self, limit: int) -> list[Record]:
+        """The rows of the sandboxes that ended last, oldest end first."""
+        newest = await self._rows(
+            f"SELECT document FROM sandboxes WHERE ended_at IS NOT NULL ORDER BY ended_at DESC LIMIT {limit:d}"
+        )
+        return newest[::-1]
+
+    async def _rows(self, query: str) -> list[Record]:
+        def read() -> list[Record]:
+            return [from_json(text) for (text,) in self._db.execute(query)]
+
+        try:
+            return await self._submit(read)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"a row of {self._path} is damaged: {error!r}; restore it or move it away") from error
+
+    async def events(self, sandbox_id: str) -> list[LoggedEvent]:
+        """The story of one sandbox, oldest first."""
+
+        def read() -> list[LoggedEvent]:
+            rows = self._db.execute(
+                "SELECT at, event, detail, position FROM events WHERE sandbox_id = ? ORDER BY seq", (sandbox_id,)
+            )
+            return [LoggedEvent(*row) for row in rows]
+
+        return await self._submit(read)
+
+    async def claim(self, claim: IdempotencyKey) -> IdempotencyKey:
+        """Bind the key unless it is bound already; return what it is bound to."""
+
+        def write() -> IdempotencyKey:
+            self._db.execute(
+                "INSERT OR IGNORE INTO idempotency VALUES (?, ?, ?, ?)",
+                (claim.key, claim.digest, claim.sandbox_id, datetime.now(UTC).isoformat()),
+            )
+            row = self._db.execute(
+                "SELECT key, digest, sandbox_id FROM idempotency WHERE key = ?", (claim.key,)
+            ).fetchone()
+            return IdempotencyKey(*row)
+
+        return await self._submit(write)
+
+    async def unclaim(self, key: str, sandbox_id: str) -> None:
+        """Free a key whose creation failed, so that a retry can try again."""
+
+        def write() -> None:
+            self._db.execute("DELETE FROM idempotency WHERE key = ? AND sandbox_id = ?", (key, sandbox_id))
+
+        await self._submit(write)
+
+    async def prune(self, before: datetime) -> list[str]:
+        """Forget what ended before `before`, with its log and its idempotency keys; return the ids."""
+
+        def write() -> list[str]:
+            moment = before.isoformat()
+            ids = [i for (i,) in self._db.execute("SELECT id FROM sandboxes WHERE ended_at < ?", (moment,))]
+            self._db.execute("BEGIN IMMEDIATE")
+            for sandbox_id in ids:
+                self._db.execute("DELETE FROM sandboxes WHERE id = ?", (sandbox_id,))
+                self._db.execute("DELETE FROM events WHERE sandbox_id = ?", (sandbox_id,))
+                self._db.execute("DELETE FROM idempotency WHERE sandbox_id = ?", (sandbox_id,))
+            self._db.execute("COMMIT")
+            return ids
+
+        return await self._submit(write)
+
+    def _submit(self, work: Callable[[], T]) -> "asyncio.Future[T]":
+        def guarded() -> T:
+            try:
+                return work()
+            except sqlite3.OperationalError as error:
+                if "full" in str(error) or getattr(error, "errno", None) == errno.ENOSPC:
+                    raise InsufficientStorage(f"no space to write {self._path}: free some on the host") from error
+                raise InfrastructureError(f"the state database {self._path} failed: {error}") from error
+
+        return asyncio.get_running_loop().run_in_executor(self._thread, guarded)
+
+    async def aclose(self) -> None:
+        """Finish the writes under way and close."""
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._db.close)
+        self._thread.shutdown()
