@@ -54,7 +54,6 @@ class OrchestratorSettings:
 class VmmSettings:
     """The virtual machine monitor."""
 
-    driver: Literal["qemu", "fake"] = "qemu"
     accel: Literal["auto", "kvm", "tcg"] = "auto"
     qemu_binary: str | None = None
     """Path of qemu-system-<arch>; found on PATH when unset."""
