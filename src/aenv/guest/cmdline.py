@@ -1,0 +1,71 @@
+"""The kernel command line of a guest.
+
+Measured under TCG (QEMU 10, Debian's 6.12 cloud kernel, 512 MiB, one of two cores): 2.6 s from process start to a
+listening daemon with `quiet` alone, 1.8 s with `_FAST` and `_FAST_TCG`. Of the single switches `cryptomgr.notests` is
+worth 0.6 s, each of the others 0.1 to 0.25 s.
+"""
+
+import platform
+import re
+from typing import Literal
+
+from aenv.errors import ProvisionError
+
+GUEST_ADDRESS = "169.254.0.21/30"
+"""The guest's own address, the same in every sandbox, so that a restored guest needs no reconfiguration."""
+GUEST_GATEWAY = "169.254.0.22"
+
+# A panic ends the VMM (with `-no-reboot`), and so the sandbox, with a reason; it never hangs or silently reboots.
+_BASE = "quiet reboot=t panic=-1"
+
+_FAST = " ".join(
+    (
+        "cryptomgr.notests",  # self-tests of the kernel's ciphers
+        "rcupdate.rcu_expedited=1",  # no waiting for grace periods while drivers register
+        "lsm=landlock,capability,yama",  # no AppArmor, TOMOYO, IMA, EVM: an image brings no policy for them
+        "audit=0",
+        "nowatchdog",  # a stalled vCPU of a busy host is no lockup
+        "8250.nr_uarts=1",
+    )
+)
+
+# What follows weakens only boundaries inside the guest, whose default user is allowed everything there by sudo.
+_FAST_TCG = " ".join(
+    (
+        "mitigations=off",  # against speculation of a CPU that does not speculate
+        "init_on_alloc=0",
+        "no_timer_check",  # fails on a busy host: the emulated timer is late
+    )
+)
+
+_HOSTNAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?")
+
+
+def kernel_cmdline(
+    *,
+    hostname: str,
+    accel: Literal["kvm", "tcg"],
+    tsc_khz: int | None = None,
+    machine: str | None = None,
+) -> str:
+    """The command line envd and the kernel need (envd's half is the `aenv.*` parameters).
+
+    `tsc_khz` is the host's TSC rate (`aenv.guest.tsc.host_tsc_khz`), which is what `rdtsc` returns under TCG. There
+    it has to be given: an emulated machine has no reference to calibrate against that keeps its pace on a busy host,
+    and a guest that cannot calibrate hangs or falls back to a clock of 4 ms grain. With it QEMU's microvm needs
+    neither `pit` nor `pic` (switch both off: an interrupt of the unused PIC at vector 0 panics the guest now and
+    then); without it `pit` must stay on. `machine` is the host's architecture as uname names it.
+
+    Raises ProvisionError if `hostname` is not a host name label.
+    """
+    if not _HOSTNAME.fullmatch(hostname):
+        raise ProvisionError(f"hostname {hostname!r} must be 1 to 63 letters, digits and inner hyphens")
+    x86 = (machine or platform.machine()) == "x86_64"
+    words = [f"console={'ttyS0' if x86 else 'ttyAMA0'}", _BASE, _FAST]
+    if accel == "tcg":
+        words.append(_FAST_TCG)
+        if x86 and tsc_khz is not None:
+            words.append(f"tsc_early_khz={tsc_khz} tsc=reliable")
+    words.append(f"aenv.root=/dev/vda aenv.ip={GUEST_ADDRESS} aenv.gw={GUEST_GATEWAY} aenv.dns={GUEST_GATEWAY}")
+    words.append(f"aenv.hostname={hostname}")
+    return " ".join(words)
