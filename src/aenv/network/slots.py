@@ -1,0 +1,231 @@
+"""Making and removing one slot: namespace, tap, veth pair, addresses, routes, rules. Blocking: for a worker thread.
+
+guest 169.254.0.21 -- tap0 169.254.0.22 [slot's namespace] eth0 <cidr>.2 -- aenv<tag><index> <cidr>.1 [host]
+"""
+
+import contextlib
+import errno
+import os
+import socket
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv4Network
+from pathlib import Path
+
+from pyroute2 import IPRoute
+from pyroute2.netlink.exceptions import NetlinkError
+from pyroute2.netlink.nfnetlink.nfctsocket import NFCTSocket
+
+from aenv.errors import NetworkError
+from aenv.network import namespace, nft, rules
+from aenv.network.layout import GUEST_MAC, NETNS_DIRECTORY, TAP, UPLINK, Layout
+from aenv.network.policy import CompiledPolicy
+from aenv.network.protocol import GATEWAY_ADDRESS, GUEST_ADDRESS
+
+DNS_PORT = 53
+
+_SLOT_SYSCTLS = (
+    ("ipv6/conf/all/disable_ipv6", "1"),
+    ("ipv6/conf/default/disable_ipv6", "1"),
+    ("ipv4/ip_forward", "1"),
+    ("ipv4/conf/all/rp_filter", "1"),
+    ("ipv4/conf/all/accept_redirects", "0"),
+    ("ipv4/conf/all/send_redirects", "0"),
+    ("ipv4/conf/default/send_redirects", "0"),
+    ("ipv4/conf/all/accept_source_route", "0"),
+    ("ipv4/conf/all/arp_ignore", "1"),
+)
+
+
+class IndexTaken(NetworkError):
+    """Another home on this machine holds the addresses of this index: use the next."""
+
+
+@dataclass(frozen=True)
+class SlotSockets:
+    """Where the resolver listens for one guest: 169.254.0.22 port 53 inside the slot's namespace."""
+
+    udp: socket.socket
+    tcp: socket.socket
+
+    def close(self) -> None:
+        self.udp.close()
+        self.tcp.close()
+
+
+class Slots:
+    """The kernel's side of a home's slots. Every method blocks for milliseconds; call them from one thread, in order."""
+
+    def __init__(self, layout: Layout, internal: tuple[IPv4Network, ...]) -> None:
+        self._layout = layout
+        self._internal = internal
+
+    def prepare(self, in_use: frozenset[int]) -> list[str]:
+        """Make the host ready and remove every leftover of this home that is not `in_use`; return what was removed.
+
+        Raises NetworkError.
+        """
+        with _mapped("prepare the host's network"):
+            namespace.prepare(NETNS_DIRECTORY)
+            # Forwarding between the veths and the uplink. Written only if needed: writing resets other settings.
+            if Path("/proc/sys/net/ipv4/ip_forward").read_text().strip() != "1":
+                namespace.sysctl("ipv4/ip_forward", "1")
+            namespaces, links = self.existing()
+            leftovers = (namespaces | links) - in_use
+            nft.apply(rules.host_ruleset(self._layout, self._internal, sorted(in_use)))
+            self._remove(leftovers)
+            return [str(self._layout.netns(index)) for index in sorted(leftovers)]
+
+    def existing(self) -> tuple[set[int], set[int]]:
+        """The indexes of this home's namespaces and of its host links."""
+        names = (self._layout.index_of_netns(entry.name) for entry in NETNS_DIRECTORY.glob("aenv-*"))
+        with IPRoute() as host:
+            links = [self._layout.index_of_link(link.get("ifname")) for link in host.get_links()]
+        return {i for i in names if i is not None}, {i for i in links if i is not None}
+
+    def create(self, index: int, policy: CompiledPolicy) -> SlotSockets:
+        """Make slot `index` with `policy` in force. On an error nothing of it is left.
+
+        Raises IndexTaken or NetworkError.
+        """
+        try:
+            with _mapped(f"create network slot {index}"), namespace.created(self._layout.netns(index)) as host:
+                return self._build(index, policy, host)
+        except BaseException:
+            with contextlib.suppress(Exception):  # the first error is the one to tell
+                self._remove({index})
+            raise
+
+    def adopt(self, index: int, policy: CompiledPolicy) -> SlotSockets:
+        """Take over slot `index` of a previous server and put `policy` in force. Raises NetworkError."""
+        with _mapped(f"adopt network slot {index}"), namespace.inside(self._layout.netns(index)):
+            with IPRoute() as slot:
+                for link in (TAP, UPLINK):
+                    _link_index(slot, link)
+            nft.apply(rules.slot_ruleset(self._layout, index, self._internal, policy))
+            return SlotSockets(*namespace.listening_sockets(GATEWAY_ADDRESS, DNS_PORT))
+
+    def apply(self, index: int, policy: CompiledPolicy) -> None:
+        """Replace the policy of slot `index`. Raises NetworkError; then the old one stays in force."""
+        self._in_slot(index, "change the policy of", lambda: nft.apply(rules.policy_change(policy)))
+
+    def open(self, index: int, addresses: dict[IPv4Address, int], known: frozenset[IPv4Address], mark: int) -> None:
+        """Open `addresses` (seconds each) for a domain rule; those in `known` are open already and are renewed."""
+
+        def change() -> None:
+            for address in known:
+                with contextlib.suppress(NetworkError):  # expired in the meantime
+                    nft.apply(rules.close_address(address))
+            nft.apply(rules.open_addresses(addresses, mark))
+
+        self._in_slot(index, "open addresses in", change)
+
+    def remove(self, indexes: Collection[int]) -> None:
+        """Remove slots, or what there is of them. A process left inside one keeps nothing that leads anywhere.
+
+        Many at once cost little more than one: the kernel waits a grace period (20 ms) per batch. Raises NetworkError.
+        """
+        with _mapped(f"remove network slots {', '.join(map(str, sorted(indexes)))}"):
+            self._remove(indexes)
+            # The host's table of connections; a slot's own goes with its namespace.
+            with NFCTSocket() as conntrack:
+                for index in indexes:
+                    conntrack.flush(mark=self._layout.mark(index), mark_mask=0xFFFFFFFF)
+
+    def remove_table(self) -> None:
+        """Remove the host's table. Raises NetworkError."""
+        with _mapped("remove the host's table"):
+            nft.apply(rules.drop_table(self._layout.table))
+
+    def _build(self, index: int, policy: CompiledPolicy, host_namespace: int) -> SlotSockets:
+        layout = self._layout
+        for name, value in _SLOT_SYSCTLS:
+            namespace.sysctl(name, value)
+        namespace.add_tap(TAP, layout.uid(index))
+        # The rules stand before anything is connected.
+        nft.apply(rules.slot_ruleset(layout, index, self._internal, policy))
+        with IPRoute() as slot:
+            peer = {"ifname": layout.link(index), "net_ns_fd": host_namespace}
+            slot.link("add", ifname=UPLINK, kind="veth", peer=peer)
+            tap, uplink = _link_index(slot, TAP), _link_index(slot, UPLINK)
+            slot.addr("add", index=tap, address=GATEWAY_ADDRESS, prefixlen=30)
+            slot.addr("add", index=uplink, address=str(layout.slot_address(index)), prefixlen=30)
+            for link in (tap, uplink):
+                slot.link("set", index=link, state="up")
+            # Without ARP the guest cannot claim another address, and its first packet need not wait.
+            slot.neigh("add", dst=GUEST_ADDRESS, lladdr=GUEST_MAC, ifindex=tap, state="permanent")
+            with self._on_host(host_namespace):
+                self._connect_host(index)
+            slot.route("add", dst="default", gateway=str(layout.host_address(index)))
+        return SlotSockets(*namespace.listening_sockets(GATEWAY_ADDRESS, DNS_PORT))
+
+    def _connect_host(self, index: int) -> None:
+        layout = self._layout
+        link = layout.link(index)
+        namespace.sysctl(f"ipv6/conf/{link}/disable_ipv6", "1")
+        namespace.sysctl(f"ipv4/conf/{link}/forwarding", "1")
+        namespace.sysctl(f"ipv4/conf/{link}/rp_filter", "1")
+        namespace.sysctl(f"ipv4/conf/{link}/accept_redirects", "0")
+        namespace.sysctl(f"ipv4/conf/{link}/send_redirects", "0")
+        gateway, address = str(layout.host_address(index)), str(layout.slot_address(index))
+        with IPRoute() as host:
+            number = _link_index(host, link)
+            host.addr("add", index=number, address=gateway, prefixlen=32)
+            host.link("set", index=number, state="up")
+            try:
+                # An exclusive add: this route is the claim to the index among all homes on the machine.
+                host.route("add", dst=f"{address}/32", oif=number, scope="link", prefsrc=gateway)
+            except NetlinkError as error:
+                if error.code != errno.EEXIST:
+                    raise
+                raise IndexTaken(f"another process has a route to {address}, network slot {index}") from error
+        nft.apply([rules.host_slots(layout, [index], "add")])
+
+    def _remove(self, indexes: Collection[int]) -> None:
+        doomed = {self._layout.link(index) for index in indexes}
+        # Deleting one end of a veth deletes both, also when a process holds the namespace; the tap goes with the latter.
+        with IPRoute() as host:
+            found = [link["index"] for link in host.get_links() if link.get("ifname") in doomed]
+            for number in found:
+                host.link("set", index=number, group=self._layout.link_group)
+            if found:
+                host.link("del", index=0, group=self._layout.link_group)
+        for index in indexes:
+            namespace.remove(self._layout.netns(index))
+        if indexes:  # only an entry that exists can be deleted: add first
+            nft.apply([rules.host_slots(self._layout, indexes, verb) for verb in ("add", "delete")])
+
+    def _in_slot(self, index: int, doing: str, change: Callable[[], None]) -> None:
+        with _mapped(f"{doing} network slot {index}"), namespace.inside(self._layout.netns(index)):
+            change()
+
+    @contextlib.contextmanager
+    def _on_host(self, host_namespace: int) -> Iterator[None]:
+        with namespace.inside(Path(f"/proc/self/fd/{host_namespace}")):
+            yield
+
+
+def _link_index(route: IPRoute, name: str) -> int:
+    found: list[int] = list(route.link_lookup(ifname=name))
+    if not found:
+        raise NetworkError(f"the interface {name} is missing")
+    return found[0]
+
+
+@contextlib.contextmanager
+def _mapped(doing: str) -> Iterator[None]:
+    """Errors of the kernel become NetworkError, with the advice that fits."""
+    try:
+        yield
+    except IndexTaken:
+        raise
+    except NetworkError as error:
+        raise NetworkError(f"could not {doing}: {error.message}") from error
+    except NetlinkError as error:
+        raise NetworkError(f"could not {doing}: {os.strerror(abs(error.code))}{_advice(error.code)}") from error
+    except OSError as error:
+        raise NetworkError(f"could not {doing}: {error}{_advice(error.errno)}") from error
+
+
+def _advice(code: int | None) -> str:
+    return "; the server needs root, or CAP_NET_ADMIN and CAP_SYS_ADMIN" if code in (errno.EPERM, errno.EACCES) else ""
