@@ -15,9 +15,10 @@ from aenv.images.protocol import Disk
 class VmSpec:
     """Everything a VMM needs to boot one guest.
 
-    `directory` is the sandbox's own folder (disk upper, serial log, control socket); the driver may create files in it
-    and gives them to `uid`, the unprivileged user (and group) the VMM runs as. `netns` is a path
-    (``/run/netns/<name>``), `tap` the name of a tap inside it that `uid` may open.
+    `directory` is the sandbox's own folder (disk upper, serial log, control socket); the driver may create files in
+    it. `uid` is the unprivileged user (and group) the VMM runs as; of the host's files it sees only those named here,
+    and needs to read `kernel`, `initramfs` and the disk's backing file, and to write the disk. `netns` is a path
+    (``/run/netns/<name>``), `tap` the name of a tap inside it, `address` where the host reaches the guest's ports.
     """
 
     sandbox_id: str
@@ -32,6 +33,7 @@ class VmSpec:
     netns: Path
     tap: str
     mac: str
+    address: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,12 +72,21 @@ class Vm(Protocol):
         """Return when the VMM has ended, for whatever reason. May be awaited by several tasks."""
         ...
 
+    async def console(self) -> bytes:
+        """What the guest wrote to its serial console since the last call, the newest 64 KiB at most; also appended to
+        ``serial.log`` in the sandbox's directory. For the message when a guest does not become ready.
+
+        Raises VmmError, DeadlineExceeded.
+        """
+        ...
+
     async def kill(self) -> None:
         """End the VMM at once and return when it is gone. Idempotent. Raises VmmError if it cannot be ended."""
         ...
 
     async def detach(self) -> None:
-        """Let go of a VMM that keeps running (the server stops): close connections, end nothing."""
+        """Let go of a VMM that keeps running (the server stops): close connections, end nothing.
+        Tasks in `wait` are cancelled."""
         ...
 
 

@@ -1,0 +1,103 @@
+"""One cgroup (version 2) per VMM: limits, and an end that nothing in it can escape.
+
+``<cgroup2 mount>/aenv/<home>/<sandbox id>``, where <home> is a digest of its path. Where there is no cgroup2, or we
+may not write to it, VMMs run without; `probe` says so for `aenv doctor`. On hybrid hosts the controllers may all be
+with version 1: then there are no limits, but grouping and killing still work.
+"""
+
+import contextlib
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+_MOUNTINFO = Path("/proc/self/mountinfo")
+_WANTED = ("memory", "pids")
+
+
+@dataclass(frozen=True, slots=True)
+class CgroupSupport:
+    """`root` is where the groups of VMMs are made, None where that is impossible; `detail` a sentence for people."""
+
+    root: Path | None
+    controllers: frozenset[str]
+    detail: str
+
+
+def probe(home: Path, mountinfo: Path = _MOUNTINFO) -> CgroupSupport:
+    """Find the cgroup2 mount and make this home's group in it with what controllers can be had."""
+    mount = _find_mount(mountinfo)
+    if mount is None:
+        return CgroupSupport(None, frozenset(), "no cgroup2 mount: VMMs run without a cgroup of their own")
+    root = mount / "aenv" / hashlib.sha256(bytes(home)).hexdigest()[:12]
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        for group in (mount, root.parent, root):
+            _enable(group)
+        controllers = frozenset((root / "cgroup.subtree_control").read_text().split()) & frozenset(_WANTED)
+    except OSError as error:
+        return CgroupSupport(None, frozenset(), f"{root} cannot be used ({error}): VMMs run without a cgroup")
+    missing = [name for name in _WANTED if name not in controllers]
+    detail = f"{root}" + (f"; no limits of {', '.join(missing)} (controller not in cgroup2)" if missing else "")
+    return CgroupSupport(root, controllers, detail)
+
+
+def create(support: CgroupSupport, name: str, *, memory_max: int, pids_max: int) -> Path | None:
+    """Make the group `name` with these limits (bytes, tasks) as far as possible; None without support.
+
+    Raises OSError if a supported group cannot be made.
+    """
+    if support.root is None:
+        return None
+    group = support.root / name
+    group.mkdir(parents=True, exist_ok=True)
+    if "memory" in support.controllers:
+        (group / "memory.max").write_text(str(memory_max))
+        # The guest's memory may not be swapped away piecemeal by its own limit; absent without swap accounting.
+        with contextlib.suppress(FileNotFoundError):
+            (group / "memory.swap.max").write_text("0")
+    if "pids" in support.controllers:
+        (group / "pids.max").write_text(str(pids_max))
+    return group
+
+
+def remove(support: CgroupSupport, name: str) -> None:
+    """Kill whatever is still in the group and remove it. Idempotent; a group that is still dying is left to `prune`."""
+    if support.root is None:
+        return
+    group = support.root / name
+    with contextlib.suppress(OSError):
+        group.rmdir()
+        return
+    with contextlib.suppress(OSError):
+        (group / "cgroup.kill").write_text("1")
+        group.rmdir()
+
+
+def prune(support: CgroupSupport) -> None:
+    """Remove the empty groups that a killed server left, and the home's own if none is in use."""
+    if support.root is None or not support.root.is_dir():
+        return
+    for group in (*(entry for entry in support.root.iterdir() if entry.is_dir()), support.root):
+        with contextlib.suppress(OSError):
+            group.rmdir()
+
+
+def _enable(group: Path) -> None:
+    available = (group / "cgroup.controllers").read_text().split()
+    for name in _WANTED:
+        if name in available:
+            # Refused where processes sit in the group itself (EBUSY): then that controller is not to be had.
+            with contextlib.suppress(OSError):
+                (group / "cgroup.subtree_control").write_text(f"+{name}")
+
+
+def _find_mount(mountinfo: Path) -> Path | None:
+    try:
+        lines = mountinfo.read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        if after.split(" ")[0] == "cgroup2":
+            return Path(before.split(" ")[4])
+    return None

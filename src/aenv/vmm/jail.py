@@ -1,0 +1,160 @@
+"""Shut this process in, then become the VMM. A script, run as root: ``python -I -S jail.py <JSON>`` (`aenv.vmm.launch`).
+
+When the VMM's first instruction runs it is already an unprivileged user without capabilities, in an empty network
+namespace, and its root holds nothing but what the VMM is made of and the sandbox's own files; all of it read-only
+except the disk. So no file, however its content was twisted by a VMM that was broken into, is ever opened by
+privileged QEMU code, and QEMU's own ways of dropping privileges (which differ between its versions) are not needed.
+
+A process of its own instead of a function run after fork, because the server has threads. It imports little: starting
+is most of its cost (about 15 ms). The descriptors 0 to `LISTEN_FD` are given by the parent; on failure it prints one
+line and exits with status 126.
+"""
+
+# pathlib alone would double the time to start:
+# ruff: noqa: PTH101, PTH103, PTH116, PTH120, PTH123, PTH211
+
+import ctypes
+import errno
+import fcntl
+import json
+import os
+import resource
+import stat
+import struct
+import sys
+
+LISTEN_FD = 3
+"""The listening socket for QMP."""
+TAP_FD = 4
+"""The network device, opened here."""
+
+_CLONE_NEWNS, _CLONE_NEWCGROUP, _CLONE_NEWUTS, _CLONE_NEWIPC, _CLONE_NEWNET = (
+    0x00020000,
+    0x02000000,
+    0x04000000,
+    0x08000000,
+    0x40000000,
+)
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT, _MS_BIND = 1, 2, 4, 8, 32, 4096
+_MS_REC, _MS_PRIVATE = 16384, 1 << 18
+_MNT_DETACH = 2
+_PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 24, 38
+_TUNSETIFF = 0x400454CA
+_IFF_TAP, _IFF_NO_PI, _IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
+_SIGKILL = 9
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _call(name: str, *arguments: object) -> None:
+    if getattr(_libc, name)(*arguments) == -1:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{name}: {os.strerror(code)}")
+
+
+def _mount(source: str, target: str, fstype: str | None, flags: int, data: str | None = None) -> None:
+    encoded = [None if text is None else os.fsencode(text) for text in (source, target, fstype, data)]
+    try:
+        _call("mount", encoded[0], encoded[1], encoded[2], ctypes.c_ulong(flags), encoded[3])
+    except OSError as error:
+        raise OSError(error.errno, f"mounting {source} at {target}: {error.strerror}") from None
+
+
+def open_tap(netns: str, tap: str) -> None:
+    """Open `tap` of `netns` as descriptor TAP_FD. Leaves this process in that namespace."""
+    namespace = os.open(netns, os.O_RDONLY | os.O_CLOEXEC)
+    _call("setns", namespace, _CLONE_NEWNET)
+    os.close(namespace)
+    device = os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC)
+    fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", tap.encode(), _IFF_TAP | _IFF_NO_PI | _IFF_VNET_HDR))
+    if device != TAP_FD:
+        os.dup2(device, TAP_FD)
+        os.close(device)
+    os.set_inheritable(TAP_FD, True)
+
+
+def build_root(
+    root_source: str, binds: list[tuple[str, str, bool]], links: list[tuple[str, str]], devices: list[str], uid: int
+) -> None:
+    """Make the root: a small read-only tmpfs, with `root_source` for a source by which to find this process again,
+    `binds` (source, target, writable), symlinks (name, target) and device nodes for `uid` alone."""
+    new_root = "/tmp"  # any directory there is: in our own mount namespace the others do not see it covered
+    _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
+    # Sources are opened first: what is below the new root's mount point could not be reached by name afterwards.
+    sources = [os.open(source, os.O_PATH | os.O_CLOEXEC) for source, _, _ in binds]
+    _mount(root_source, new_root, "tmpfs", _MS_NOSUID, "size=64k,nr_inodes=128,mode=755")
+    for descriptor, (source, target, writable) in zip(sources, binds, strict=True):
+        place = new_root + target
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            os.makedirs(place, exist_ok=True)
+        else:
+            os.makedirs(os.path.dirname(place), exist_ok=True)
+            os.close(os.open(place, os.O_CREAT | os.O_WRONLY, 0o444))
+        _mount(f"/proc/self/fd/{descriptor}", place, None, _MS_BIND)
+        # Block devices are the one kind of device node that is bound; the mount flag would forbid to open it.
+        flags = _MS_NOSUID | (0 if source.startswith("/dev/") else _MS_NODEV) | (0 if writable else _MS_RDONLY)
+        _mount("none", place, None, _MS_REMOUNT | _MS_BIND | flags)
+        os.close(descriptor)
+    for target, points_to in links:
+        os.symlink(points_to, new_root + target)
+    os.makedirs(new_root + "/dev", exist_ok=True)
+    for device in devices:
+        number = os.stat(device)
+        os.mknod(new_root + device, number.st_mode, number.st_rdev)
+        os.chown(new_root + device, uid, uid)
+        os.chmod(new_root + device, 0o600)
+    os.chdir(new_root)
+    # With both arguments the same the old root is stacked over the new one, and unmounting reveals it (pivot_root(2)).
+    _call("pivot_root", b".", b".")
+    _call("umount2", b".", _MNT_DETACH)
+    os.chdir("/")
+    _mount("none", "/", None, _MS_REMOUNT | _MS_RDONLY | _MS_NOSUID | _MS_NOEXEC)
+
+
+def drop_privileges(uid: int) -> None:
+    """Become `uid` for good: no groups, no capabilities, and no way to gain any by executing something."""
+    for capability in range(64):
+        try:
+            _call("prctl", _PR_CAPBSET_DROP, capability, 0, 0, 0)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # beyond the last one this kernel knows
+                raise
+            break
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+    _call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+
+
+def main() -> None:
+    """Shut in and execute, as told by the JSON in argv[1]."""
+    jail = json.loads(sys.argv[1])
+    # Until the root is marked nobody could find us again: die with the parent. Changing the uid ends this.
+    _call("prctl", _PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
+    os.setsid()
+    os.umask(0o022)
+    if jail["cgroup"] is not None:
+        with open(jail["cgroup"] + "/cgroup.procs", "w") as file:
+            file.write("0")
+    with open("/proc/self/oom_score_adj", "w") as file:
+        file.write(str(jail["oom_score_adj"]))
+    os.nice(jail["nice"])
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (jail["max_file_size"], jail["max_file_size"]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
+    os.closerange(LISTEN_FD + 1, 1024)
+    if jail["tap"] is not None:
+        open_tap(*jail["tap"])
+    _call("unshare", _CLONE_NEWNS | _CLONE_NEWNET | _CLONE_NEWIPC | _CLONE_NEWUTS | _CLONE_NEWCGROUP)
+    build_root(jail["root_source"], jail["binds"], jail["links"], jail["devices"], jail["uid"])
+    drop_privileges(jail["uid"])
+    os.umask(0o077)
+    os.execve(jail["argv"][0], jail["argv"], {"LC_ALL": "C", "PATH": "/nonexistent"})
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except OSError as error:
+        sys.stderr.write(f"jail: {error}\n")
+        sys.exit(126)

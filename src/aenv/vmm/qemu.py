@@ -1,0 +1,193 @@
+"""The QEMU driver: virtual machines of the kind `microvm`, each in a jail of its own."""
+
+import asyncio
+import errno
+import os
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from aenv.config import VmmSettings
+from aenv.errors import AenvError, InsufficientStorage, VmmError
+from aenv.vmm import cgroup
+from aenv.vmm.accel import Accel
+from aenv.vmm.launch import QMP_SOCKET, Output, Program, find_program, spawn
+from aenv.vmm.process import Found, Process, find, mark, read_mark
+from aenv.vmm.protocol import VmHandle, VmmInfo, VmSpec
+from aenv.vmm.qemu_command import TRANSLATION_CACHE_MB
+from aenv.vmm.qemu_vm import QemuVm
+
+_CONTROL_DEADLINE = 20.0
+"""Seconds until a new VMM answers; 30 ms on an idle machine."""
+_OVERHEAD_MB = 256
+"""Of QEMU beyond the guest's memory and the translation cache, for the cgroup's limit."""
+_MAX_TASKS = 128
+"""Threads of one VMM beyond its virtual CPUs: main loop, RCU, at most 64 for disk I/O."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Host:
+    """What was found out about this host, once."""
+
+    program: Program
+    accel: Accel
+    cgroups: cgroup.CgroupSupport
+
+
+class QemuVmm:
+    """`Vmm` with QEMU. Needs root, to make the jails.
+
+    `kernel_cmdline` gives a guest's kernel command line; `prove_accel` decides between KVM and emulation
+    (`aenv.vmm.accel.AccelProver.decide`).
+    """
+
+    def __init__(
+        self,
+        *,
+        home: Path,
+        settings: VmmSettings,
+        kernel_cmdline: Callable[[VmSpec], str],
+        prove_accel: Callable[[], Awaitable[Accel]],
+        kill_deadline: float = 10.0,
+    ) -> None:
+        self._home = Path(os.path.realpath(home))
+        self._settings = settings
+        self._kernel_cmdline = kernel_cmdline
+        self._prove_accel = prove_accel
+        self._kill_deadline = kill_deadline
+        self._host: _Host | None = None
+        self._host_lock = asyncio.Lock()
+
+    async def info(self) -> VmmInfo:
+        host = await self._find_out()
+        return VmmInfo("qemu", host.program.version, host.accel.name)
+
+    async def boot(self, spec: VmSpec) -> QemuVm:
+        host = await self._find_out()
+        vm: QemuVm | None = None
+        output = Output()
+        try:
+            vm = await self._launch(host, spec, output)
+            await vm.control(_CONTROL_DEADLINE)
+            return vm
+        except BaseException as error:
+            if vm is not None:
+                await _finish(vm.kill())
+            output.close()
+            # What the VMM printed says more than what we saw of it.
+            said = output.tail()
+            if isinstance(error, AenvError):
+                if isinstance(error, VmmError) and said:
+                    raise VmmError(f"the VMM of {spec.sandbox_id} did not start: {error.message}: {said}") from error
+                raise
+            if isinstance(error, OSError):
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    raise InsufficientStorage(f"no space to start a VMM in {spec.directory}: {error}") from error
+                raise VmmError(f"the VMM of {spec.sandbox_id} could not be started: {error}") from error
+            raise
+
+    async def adopt(self, spec: VmSpec, handle: VmHandle) -> QemuVm:
+        await self._find_out()
+        process = Process.opened(handle)
+        if read_mark(handle.pid) != mark(self._home, spec.sandbox_id):
+            process.close()
+            raise VmmError(f"the process {handle.pid} is not the VMM of {spec.sandbox_id}")
+        vm = self._vm(process, spec, None)
+        try:
+            await vm.control(_CONTROL_DEADLINE)
+        except BaseException:
+            # Nobody else will look after it: a VMM that cannot be controlled is ended.
+            await _finish(vm.kill())
+            raise
+        return vm
+
+    async def sweep(self, keep: frozenset[VmHandle]) -> list[str]:
+        host = await self._find_out()
+        killed = []
+        for found in await asyncio.to_thread(find, self._home):
+            if found.handle not in keep:
+                await self._end(found)
+                killed.append(found.sandbox_id)
+        await asyncio.to_thread(cgroup.prune, host.cgroups)
+        return killed
+
+    async def aclose(self) -> None:
+        if self._host is not None:
+            await asyncio.to_thread(cgroup.prune, self._host.cgroups)
+
+    async def cgroups(self) -> cgroup.CgroupSupport:
+        """Whether VMMs get a cgroup here, and why not; for `aenv doctor`."""
+        return (await self._find_out()).cgroups
+
+    async def _find_out(self) -> _Host:
+        async with self._host_lock:
+            if self._host is None:
+                if os.geteuid() != 0:
+                    raise VmmError(f"VMMs are started by root, this is uid {os.geteuid()}: run the server as root")
+                accel = await self._prove_accel()
+                program = await asyncio.to_thread(find_program, self._settings.qemu_binary, accel.name)
+                self._host = _Host(program, accel, await asyncio.to_thread(cgroup.probe, self._home))
+            return self._host
+
+    async def _launch(self, host: _Host, spec: VmSpec, output: Output) -> QemuVm:
+        """Spawn, and be in charge of the process even if cancelled while the thread is spawning it."""
+        cmdline = self._kernel_cmdline(spec)
+
+        def start() -> int:
+            group = cgroup.create(
+                host.cgroups,
+                spec.sandbox_id,
+                memory_max=(spec.memory_mb + TRANSLATION_CACHE_MB + _OVERHEAD_MB) << 20,
+                pids_max=spec.vcpus + _MAX_TASKS,
+            )
+            return spawn(host.program, spec, home=self._home, cmdline=cmdline, cgroup=group, output=output)
+
+        starting = asyncio.ensure_future(asyncio.to_thread(start))
+        try:
+            pid = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            await asyncio.wait((starting,))
+            if starting.exception() is None:
+                await _finish(self._vm(Process.spawned(starting.result()), spec, output).kill())
+            else:
+                self._gone(spec)
+            raise
+        except BaseException:
+            self._gone(spec)
+            raise
+        return self._vm(Process.spawned(pid), spec, output)
+
+    def _vm(self, process: Process, spec: VmSpec, output: Output | None) -> QemuVm:
+        return QemuVm(
+            process=process,
+            directory=spec.directory,
+            output=output,
+            kill_deadline=self._kill_deadline,
+            on_gone=lambda: self._gone(spec),
+        )
+
+    def _gone(self, spec: VmSpec) -> None:
+        """Remove what a VMM that has ended leaves on the host."""
+        (spec.directory / QMP_SOCKET).unlink(missing_ok=True)
+        if self._host is not None:
+            cgroup.remove(self._host.cgroups, spec.sandbox_id)
+
+    async def _end(self, found: Found) -> None:
+        try:
+            process = Process.opened(found.handle)
+        except VmmError:
+            return
+        try:
+            await process.kill(self._kill_deadline)
+        finally:
+            process.close()
+
+
+async def _finish(cleanup: Awaitable[None]) -> None:
+    """Carry a clean-up through, also if cancelled once more meanwhile."""
+    task = asyncio.ensure_future(cleanup)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait((task,))
+        raise

@@ -1,0 +1,194 @@
+"""One running QEMU."""
+
+import asyncio
+import base64
+import binascii
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from aenv.errors import AenvError, DeadlineExceeded, VmmError
+from aenv.vmm.launch import QMP_SOCKET, Output
+from aenv.vmm.process import Process
+from aenv.vmm.protocol import VmExit, VmHandle
+from aenv.vmm.qemu_command import CONSOLE_BYTES, CONSOLE_ID
+from aenv.vmm.qmp import DEFAULT_DEADLINE, QmpClient
+
+SERIAL_LOG = "serial.log"
+_LAST_WORDS_DEADLINE = 2.0
+"""Seconds to fetch the console of a guest that ended, before its VMM is killed."""
+_DEAD_STATES = {
+    "shutdown": "the guest shut down",
+    "guest-panicked": "the guest's kernel panicked",
+    "internal-error": "the VMM met an internal error",
+    "io-error": "the VMM stopped at an I/O error",
+}
+
+
+class QemuVm:
+    """A VMM process and its control connection. The owner calls `kill` or `detach`.
+
+    When the guest ends by itself, or the control connection breaks, the VMM is of no more use: a task of this
+    object fetches the console, then kills it.
+    """
+
+    def __init__(
+        self,
+        *,
+        process: Process,
+        directory: Path,
+        output: Output | None,
+        kill_deadline: float,
+        on_gone: Callable[[], None],
+    ) -> None:
+        self._process = process
+        self._directory = directory
+        self._output = output
+        self._kill_deadline = kill_deadline
+        self._on_gone = on_gone
+        self._qmp: QmpClient | None = None
+        self._reason: str | None = None
+        self._attention = asyncio.Event()
+        self._exit: asyncio.Future[VmExit] = asyncio.get_running_loop().create_future()
+        self._watcher: asyncio.Task[None] = asyncio.create_task(self._watch(), name=f"vmm-{process.handle.pid}")
+
+    async def control(self, deadline: float) -> None:
+        """Connect to the VMM. Raises VmmError if it is not there or its guest does not run."""
+        connecting = asyncio.ensure_future(
+            QmpClient.connect(self._directory / QMP_SOCKET, deadline=deadline, on_event=self._on_event)
+        )
+        ending = asyncio.ensure_future(self._process.wait())
+        try:
+            await asyncio.wait((connecting, ending), return_when=asyncio.FIRST_COMPLETED)
+            if not connecting.done():
+                raise VmmError("the VMM ended at once")
+            self._qmp = connecting.result()
+        finally:
+            for task in (connecting, ending):
+                task.cancel()
+            await asyncio.gather(connecting, ending, return_exceptions=True)
+            if self._qmp is None and not connecting.cancelled() and connecting.exception() is None:
+                await connecting.result().aclose()
+        self._qmp.closed.add_done_callback(lambda closed: self._die(f"the VMM is out of control: {closed.result()}"))
+        status = await self._qmp.execute("query-status", deadline=deadline)
+        state = status.get("status") if isinstance(status, dict) else None
+        if state != "running":
+            reason = _DEAD_STATES.get(str(state), f"the VMM is in the state {str(state)[:40]!r}")
+            self._die(reason)
+            raise VmmError(reason)
+
+    @property
+    def handle(self) -> VmHandle:
+        return self._process.handle
+
+    @property
+    def output(self) -> str:
+        """The end of what the VMM itself printed; empty if another server started it."""
+        return "" if self._output is None else self._output.tail()
+
+    async def wait(self) -> VmExit:
+        return await asyncio.shield(self._exit)
+
+    async def console(self, *, deadline: float = DEFAULT_DEADLINE) -> bytes:
+        if self._qmp is None:
+            return b""
+        answer = await self._qmp.execute(
+            "ringbuf-read",
+            {"device": CONSOLE_ID, "size": CONSOLE_BYTES, "format": "base64"},
+            deadline=deadline,
+        )
+        try:
+            text = base64.b64decode(str(answer), validate=True)
+        except (binascii.Error, ValueError):
+            raise VmmError("the VMM's answer to 'ringbuf-read' is not base64") from None
+        await asyncio.to_thread(_append_log, self._directory / SERIAL_LOG, text)
+        return text
+
+    async def kill(self) -> None:
+        self._reason = self._reason or "killed"
+        await self._process.kill(self._kill_deadline)
+        await self.wait()
+
+    async def detach(self) -> None:
+        self._watcher.cancel()
+        await asyncio.gather(self._watcher, return_exceptions=True)
+        await self._release()
+        if not self._exit.done():
+            self._exit.cancel()
+
+    def _on_event(self, event: str, data: dict[str, Any]) -> None:
+        if event == "SHUTDOWN":
+            self._die(f"the guest ended: {str(data.get('reason', 'unknown'))[:40]}")
+        elif event == "GUEST_PANICKED":
+            self._die(_DEAD_STATES["guest-panicked"])
+        elif event == "STOP":
+            self._attention.set()
+
+    def _die(self, reason: str) -> None:
+        self._reason = self._reason or reason
+        self._attention.set()
+
+    async def _watch(self) -> None:
+        """Until the process has ended: by itself, by `kill`, or by us because its guest did."""
+        ended = asyncio.create_task(self._process.wait())
+        try:
+            while not ended.done() and self._reason is None:
+                self._attention.clear()
+                attention = asyncio.create_task(self._attention.wait())
+                await asyncio.wait((ended, attention), return_when=asyncio.FIRST_COMPLETED)
+                attention.cancel()
+                if self._reason is None and not ended.done():
+                    await self._check()
+            if not ended.done():
+                with contextlib.suppress(AenvError, OSError):
+                    await self.console(deadline=_LAST_WORDS_DEADLINE)
+                with contextlib.suppress(DeadlineExceeded):
+                    await self._process.kill(self._kill_deadline)
+                await ended
+        finally:
+            ended.cancel()
+        detail = self._reason or _described(self._process.status)
+        if self.output:
+            detail += f"; the VMM's last words: {self.output[-500:]}"
+        await self._release()
+        await asyncio.to_thread(self._on_gone)
+        self._exit.set_result(VmExit(self._process.status, detail))
+
+    async def _check(self) -> None:
+        """The virtual CPUs have stopped: because somebody asked for it, or for good?"""
+        assert self._qmp is not None, "events come from a connection"
+        try:
+            status = await self._qmp.execute("query-status")
+        except AenvError as error:
+            self._die(f"the VMM is out of control: {error}")
+            return
+        if isinstance(status, dict) and (reason := _DEAD_STATES.get(str(status.get("status")))):
+            self._die(reason)
+
+    async def _release(self) -> None:
+        if self._qmp is not None:
+            await self._qmp.aclose()
+        self._process.close()
+        if self._output is not None:
+            self._output.close()
+
+
+def _described(status: int | None) -> str:
+    if status is None:
+        return "the VMM ended"
+    return f"the VMM was killed by signal {-status}" if status < 0 else f"the VMM exited with status {status}"
+
+
+def _append_log(path: Path, text: bytes) -> None:
+    """Append, keeping the file below two consoles: what is older gives way."""
+    if not text:
+        return
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        kept = os.pread(descriptor, 2 * CONSOLE_BYTES, 0)[-CONSOLE_BYTES:]
+        os.pwrite(descriptor, kept + text, 0)
+        os.ftruncate(descriptor, len(kept) + len(text))
+    finally:
+        os.close(descriptor)
