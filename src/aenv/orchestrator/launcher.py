@@ -2,8 +2,10 @@
 
 import asyncio
 import shutil
-from collections.abc import Awaitable
-from dataclasses import dataclass
+import time
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from aenv.config import Settings
@@ -23,6 +25,17 @@ class Held:
 
     slot: Slot | None = None
     vm: Vm | None = None
+    timings: dict[str, float] = field(default_factory=dict)
+    """Milliseconds of each step of the launch."""
+
+    @contextmanager
+    def timed(self, step: str) -> Iterator[None]:
+        """Note how long the block takes."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.timings[step] = round((time.perf_counter() - began) * 1000, 3)
 
 
 class Launcher:
@@ -60,11 +73,16 @@ class Launcher:
         limits = self._settings.orchestrator
         try:
             async with asyncio.timeout(limits.create_deadline), self._booting:
-                held.slot = await self._network.acquire(record.spec.egress)
-                disk = await self._make_disk(record, held.slot)
-                held.vm = await self._vmm.boot(self._vm_spec(record, held.slot, disk))
-                await _unless_ended(held.vm, self._guest.wait_ready(held.slot.address, limits.boot_deadline))
-                await _unless_ended(held.vm, self._guest.init(held.slot.address, self._guest_init(record)))
+                with held.timed("slot"):
+                    held.slot = await self._network.acquire(record.spec.egress)
+                with held.timed("disk"):
+                    disk = await self._make_disk(record, held.slot)
+                with held.timed("vmm"):
+                    held.vm = await self._vmm.boot(self._vm_spec(record, held.slot, disk))
+                with held.timed("guest"):
+                    await _unless_ended(held.vm, self._guest.wait_ready(held.slot.address, limits.boot_deadline))
+                with held.timed("init"):
+                    await _unless_ended(held.vm, self._guest.init(held.slot.address, self._guest_init(record)))
         except TimeoutError:
             raise Unavailable(
                 f"the sandbox was not ready within {limits.create_deadline:g} s: the node is busy; try again, "
@@ -116,6 +134,7 @@ class Launcher:
             netns=slot.netns,
             tap=slot.tap,
             mac=slot.mac,
+            address=slot.address,
         )
 
     def _guest_init(self, record: Record) -> GuestInit:

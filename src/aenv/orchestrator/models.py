@@ -61,6 +61,8 @@ class Sandbox:
     allow_internet_access: bool | None
     network: Mapping[str, object] | None
     generation: str
+    timings: Mapping[str, float]
+    """Milliseconds of each step of its launch: slot, disk, vmm, guest, init."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
@@ -32,6 +32,7 @@ class Record:
     slot: int | None = None
     vm: VmHandle | None = None
     ended_at: datetime | None = None
+    timings: Mapping[str, float] = field(default_factory=dict)
 
     def sandbox(self, tokens: Tokens) -> Sandbox:
         """The view for clients."""
@@ -55,6 +56,7 @@ class Record:
             allow_internet_access=self.spec.allow_internet_access,
             network=self.spec.network,
             generation=self.generation,
+            timings=self.timings,
         )
 
     def route(self, address: str, tokens: Tokens) -> Route:

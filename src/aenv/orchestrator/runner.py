@@ -171,7 +171,9 @@ class Runner:
         else:
             assert self.held.vm is not None
             assert self.held.slot is not None
-            self.record = replace(self.record, slot=self.held.slot.index, vm=self.held.vm.handle)
+            self.record = replace(
+                self.record, slot=self.held.slot.index, vm=self.held.vm.handle, timings=self.held.timings
+            )
             self._watch = self._tasks.create_task(self._watch_vmm(), name=f"watch {self.record.id}")
             self.post(Launched())
 

@@ -76,15 +76,19 @@ class Orchestrator:
 
     async def __aenter__(self) -> "Orchestrator":
         await self._tasks.__aenter__()
-        for record in await self._store.recently_ended(REMEMBERED_ENDS):
-            self._ends[record.id] = record
-        await reconcile.reconcile(
-            await self._store.live(),
-            sandboxes_dir=self._settings.sandboxes_dir,
-            vmm=self._vmm,
-            network=self._network,
-            make_runner=self._make_runner,
-        )
+        try:
+            for record in await self._store.recently_ended(REMEMBERED_ENDS):
+                self._ends[record.id] = record
+            await reconcile.reconcile(
+                await self._store.live(),
+                sandboxes_dir=self._settings.sandboxes_dir,
+                vmm=self._vmm,
+                network=self._network,
+                make_runner=self._make_runner,
+            )
+        except BaseException:
+            await self.__aexit__()
+            raise
         self._pruning = self._tasks.create_task(self._prune(), name="prune")
         return self
 

@@ -1,0 +1,1 @@
+"""`aenv bench`: the scenarios that measure the service levels of docs/SPECIFICATION.md."""

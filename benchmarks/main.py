@@ -1,0 +1,28 @@
+"""Which scenario is which, and the table they end in."""
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable
+
+from aenv.cli.errors import CliError
+from benchmarks import boot, proxy
+from benchmarks.common import Result, hardware, markdown
+
+SCENARIOS: dict[str, Callable[[int], Awaitable[list[Result]]]] = {"boot": boot.run, "proxy": proxy.run}
+
+
+def run(scenario: str, n: int) -> None:
+    """Run one scenario, or all; print a Markdown table for each. Raises CliError for an unknown name."""
+    chosen = SCENARIOS if scenario == "all" else {k: v for k, v in SCENARIOS.items() if k == scenario}
+    if not chosen:
+        raise CliError(f"no scenario '{scenario}'; there are: all, {', '.join(SCENARIOS)}")
+    sys.stdout.write(f"{hardware()}\n")
+    for name, measure in chosen.items():
+        results = asyncio.run(measure_one(measure, n))
+        sys.stdout.write(f"\n### {name}\n\n{markdown(results)}\n")
+        sys.stdout.flush()
+
+
+async def measure_one(measure: Callable[[int], Awaitable[list[Result]]], n: int) -> list[Result]:
+    """`measure(n)` as a coroutine that asyncio.run accepts."""
+    return await measure(n)

@@ -1,0 +1,107 @@
+"""The control plane's client: one method per call, errors as CliError with the server's own message."""
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+from urllib.parse import quote, urlencode
+
+import httpx
+
+from aenv import __version__
+from aenv.cli.errors import INFRASTRUCTURE, CliError
+from aenv.cli.profile import Profile
+
+CREATE_TIMEOUT = 180.0
+TIMEOUT = 30.0
+
+Json = dict[str, Any]
+
+
+class ApiClient:
+    """Speaks to the server of `profile`."""
+
+    def __init__(self, profile: Profile, http: httpx.AsyncClient) -> None:
+        self.profile = profile
+        self.http = http
+
+    async def create(self, body: Json) -> Json:
+        """`POST /v2/sandboxes`."""
+        created: Json = (await self._call("POST", "/v2/sandboxes", json=body, wait=CREATE_TIMEOUT)).json()
+        return created
+
+    async def connect(self, sandbox_id: str, seconds: int) -> Json:
+        """`POST /v2/sandboxes/{id}/connect`: never shortens the TTL."""
+        path = f"/v2/sandboxes/{quote(sandbox_id, safe='')}/connect"
+        connected: Json = (await self._call("POST", path, json={"timeout": seconds}, wait=CREATE_TIMEOUT)).json()
+        return connected
+
+    async def get(self, sandbox_id: str) -> Json:
+        """`GET /sandboxes/{id}`."""
+        found: Json = (await self._call("GET", f"/sandboxes/{quote(sandbox_id, safe='')}")).json()
+        return found
+
+    async def delete(self, sandbox_id: str) -> None:
+        """`DELETE /sandboxes/{id}`."""
+        await self._call("DELETE", f"/sandboxes/{quote(sandbox_id, safe='')}", wait=60.0)
+
+    async def set_timeout(self, sandbox_id: str, seconds: int) -> None:
+        """`POST /sandboxes/{id}/timeout`."""
+        await self._call("POST", f"/sandboxes/{quote(sandbox_id, safe='')}/timeout", json={"timeout": seconds})
+
+    async def sandboxes(
+        self, *, states: list[str], metadata: Mapping[str, str], template: str | None, limit: int | None
+    ) -> list[Json]:
+        """`GET /v2/sandboxes`, all pages, at most `limit` items."""
+        query = {"state": ",".join(states), "limit": str(min(limit or 100, 100))}
+        if metadata:  # the parameter is itself a query string whose parts are encoded once more
+            query["metadata"] = urlencode({quote(k, safe=""): quote(v, safe="") for k, v in metadata.items()})
+        if template:
+            query["template"] = template
+        items: list[Json] = []
+        while True:
+            answer = await self._call("GET", "/v2/sandboxes", params=query)
+            items += answer.json()
+            token = answer.headers.get("x-next-token")
+            if not token or (limit is not None and len(items) >= limit):
+                return items[:limit]
+            query["nextToken"] = token
+
+    async def templates(self) -> list[Json]:
+        """`GET /templates`."""
+        found: list[Json] = (await self._call("GET", "/templates")).json()
+        return found
+
+    async def _call(self, method: str, path: str, *, wait: float = TIMEOUT, **request: Any) -> httpx.Response:
+        try:
+            answer = await self.http.request(
+                method,
+                self.profile.api_url + path,
+                headers={"X-API-Key": self.profile.api_key},
+                timeout=wait,
+                **request,
+            )
+        except httpx.ConnectError as error:
+            raise CliError(
+                f"no server at {self.profile.api_url} ({error}); start it with `aenv server`, or set AENV_API_URL",
+                INFRASTRUCTURE,
+            ) from error
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise CliError(f"{method} {self.profile.api_url}{path}: {error!r}", INFRASTRUCTURE) from error
+        if answer.is_success:
+            return answer
+        raise CliError(message_of(answer), INFRASTRUCTURE)
+
+
+def message_of(answer: httpx.Response) -> str:
+    """The server's message of a failed call, whatever its body looks like."""
+    try:
+        return str(answer.json()["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"the server answered {answer.status_code}: {answer.text[:200]}"
+
+
+@asynccontextmanager
+async def client(profile: Profile) -> AsyncIterator[ApiClient]:
+    """An ApiClient for the length of a command."""
+    async with httpx.AsyncClient(headers={"User-Agent": f"aenv/{__version__}"}) as http:
+        yield ApiClient(profile, http)

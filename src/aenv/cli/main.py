@@ -1,0 +1,62 @@
+"""The `aenv` command: puts the groups together and turns every error into one readable line."""
+
+import sys
+from typing import Annotated
+
+import click
+import typer
+
+from aenv import __version__
+from aenv.cli import auth, bench, doctor, node, sandboxes
+from aenv.cli.errors import INFRASTRUCTURE, CliError
+from aenv.cli.output import err
+from aenv.errors import AenvError
+
+app = typer.Typer(
+    name="aenv",
+    help="Agent environments as microVMs: start, use and manage sandboxes.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for group in (sandboxes.app, node.app, doctor.app, bench.app):
+    app.registered_commands += group.registered_commands
+app.add_typer(auth.app, name="auth")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        sys.stdout.write(f"aenv {__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Entry point of the console command."""
+    try:
+        code = app(standalone_mode=False)
+    except CliError as error:
+        _fail(error.message, error.exit_code)
+    except AenvError as error:
+        _fail(error.message, INFRASTRUCTURE)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (KeyboardInterrupt, click.Abort):
+        _fail("interrupted", 130)
+    except BrokenPipeError:
+        sys.exit(141)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(message: str, code: int) -> None:
+    err.print(f"[bold red]error:[/bold red] {' '.join(message.split())}", highlight=False, soft_wrap=True, markup=True)
+    sys.exit(code)

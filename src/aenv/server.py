@@ -1,0 +1,180 @@
+"""The one place where the parts of a node are put together, started, and closed in the reverse order."""
+
+import asyncio
+import fcntl
+import os
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Literal
+
+import structlog
+import uvicorn
+import uvloop
+
+from aenv.api import apikey
+from aenv.api.app import create_app
+from aenv.config import Settings
+from aenv.errors import ConfigError
+from aenv.guest.cmdline import kernel_cmdline
+from aenv.guest.envd import GuestClient
+from aenv.guest.provision import GuestBundle, load_bundle
+from aenv.guest.tsc import host_tsc_khz
+from aenv.images.plain import PlainImages
+from aenv.network.pool import SlotPool
+from aenv.network.protocol import Network
+from aenv.observability import logs
+from aenv.orchestrator.launcher import Launcher
+from aenv.orchestrator.service import Orchestrator
+from aenv.orchestrator.store import Store
+from aenv.orchestrator.tokens import Tokens
+from aenv.proxy.app import ProxyApp
+from aenv.templates.store import TemplateStore
+from aenv.vmm.accel import AccelProver, ProbeGuest
+from aenv.vmm.protocol import Vmm, VmSpec
+from aenv.vmm.qemu import QemuVmm
+
+log = structlog.get_logger(__name__)
+
+KEEP_ALIVE = 620
+"""Seconds an idle client connection is kept: longer than the clients' own 300, or they meet closed connections."""
+DRAIN = 3
+"""Seconds for requests under way when the server is told to stop; streams are cut after that, sandboxes live on."""
+BACKLOG = 2048
+
+
+def run(settings: Settings) -> None:
+    """Serve until SIGTERM or SIGINT. Raises ConfigError, ProvisionError and what else makes a start impossible."""
+    logs.configure(settings.log)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(settings))
+
+
+async def _serve(settings: Settings) -> None:
+    api_key = await asyncio.to_thread(apikey.load, settings.secrets_dir)
+    with only_server(settings), listening(settings) as listener:
+        bundle = await asyncio.to_thread(load_bundle, settings.home)
+        await asyncio.to_thread(host_tsc_khz)  # measured once, off the loop; the command line reads the answer
+        vmm, network = make_vmm(settings, make_prover(settings)), SlotPool(settings)
+        async with node(settings, api_key=api_key, bundle=bundle, vmm=vmm, network=network) as app:
+            log.info("server.ready", url=f"http://{settings.api.host}:{settings.api.port}", home=str(settings.home))
+            await web_server(app, settings).serve(sockets=[listener])
+            log.info("server.stopping")
+
+
+@asynccontextmanager
+async def node(
+    settings: Settings, *, api_key: str, bundle: GuestBundle, vmm: Vmm, network: Network
+) -> AsyncIterator[ProxyApp]:
+    """A node's ASGI application over the given VMM and network, reconciled with what runs; closes all it was given."""
+    templates = TemplateStore(settings.templates_dir)
+    tokens = await asyncio.to_thread(Tokens.load, settings.secrets_dir / "token-seed")
+    guest = GuestClient()
+    launcher = Launcher(
+        settings=settings,
+        vmm=vmm,
+        network=network,
+        images=PlainImages(settings.templates_dir),
+        guest=guest,
+        bundle=bundle,
+        tokens=tokens,
+    )
+    orchestrator = Orchestrator(
+        settings=settings,
+        store=await asyncio.to_thread(Store, settings.state_db),
+        launcher=launcher,
+        network=network,
+        vmm=vmm,
+        templates=templates,
+        tokens=tokens,
+        on_gone=lambda sandbox_id: proxy.sandbox_gone(sandbox_id),
+    )
+    control_plane = create_app(sandboxes=orchestrator, templates=templates, settings=settings, api_key=api_key)
+    proxy = ProxyApp(orchestrator, control_plane, api_key=api_key)
+    try:
+        async with orchestrator:
+            yield proxy
+    finally:
+        await proxy.aclose()
+        await guest.aclose()
+
+
+def web_server(app: ProxyApp, settings: Settings) -> uvicorn.Server:
+    """uvicorn as this application needs it: no time-out that could cut a stream, no log line per request."""
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,
+            host=settings.api.host,
+            port=settings.api.port,
+            http="httptools",
+            ws="websockets-sansio",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE,
+            timeout_graceful_shutdown=DRAIN,
+            backlog=BACKLOG,
+        )
+    )
+
+
+def make_prover(settings: Settings) -> AccelProver:
+    """What decides between KVM and software emulation on this host."""
+
+    def guest() -> ProbeGuest:
+        bundle = load_bundle(settings.home)
+        return ProbeGuest(kernel=bundle.kernel, initramfs=bundle.initramfs, digest=bundle.digest)
+
+    return AccelProver(home=settings.home, settings=settings.vmm, guest=guest)
+
+
+def make_vmm(settings: Settings, prover: AccelProver) -> QemuVmm:
+    """The QEMU driver of this home."""
+
+    def cmdline(spec: VmSpec, accel: Literal["kvm", "tcg"]) -> str:
+        return kernel_cmdline(hostname=spec.hostname, accel=accel, tsc_khz=host_tsc_khz())
+
+    return QemuVmm(
+        home=settings.home,
+        settings=settings.vmm,
+        kernel_cmdline=cmdline,
+        prove_accel=prover.decide,
+        kill_deadline=settings.orchestrator.kill_deadline,
+    )
+
+
+@contextmanager
+def only_server(settings: Settings) -> Iterator[None]:
+    """Hold the home: two servers on one would destroy each other's sandboxes. Raises ConfigError."""
+    settings.home.mkdir(mode=0o711, parents=True, exist_ok=True)
+    with settings.pid_file.open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise ConfigError(
+                f"a server (pid {file.read().strip() or 'unknown'}) already runs on {settings.home}; stop it, "
+                "or set AENV_HOME to another folder"
+            ) from None
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield
+        file.truncate(0)
+
+
+@contextmanager
+def listening(settings: Settings) -> Iterator[socket.socket]:
+    """The listening socket, bound before anything else is started. Raises ConfigError."""
+    host, port = settings.api.host, settings.api.port
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {host}:{port} (api.host, api.port): {error}") from error
+    with listener:
+        yield listener
