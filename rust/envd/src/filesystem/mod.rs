@@ -7,7 +7,7 @@ pub mod list;
 pub mod metadata;
 pub mod place;
 pub mod remove;
-mod time;
+pub mod time;
 mod wire;
 
 use std::path::PathBuf;

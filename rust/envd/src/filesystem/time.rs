@@ -1,10 +1,11 @@
 //! Times of files as text.
 
+/// 0001-01-01T00:00:00Z to 9999-12-31T23:59:59Z, from google/protobuf/timestamp.proto.
+const RANGE: std::ops::RangeInclusive<i64> = -62_135_596_800..=253_402_300_799;
+
 /// RFC 3339 (UTC, nanoseconds where there are any) of `seconds` since 1970 and `nanos`. Times outside the years 1 to 9999, which
 /// protobuf's `Timestamp` cannot carry but a file system can, become the nearest one that it can.
 pub fn rfc3339(seconds: i64, nanos: i64) -> String {
-    // 0001-01-01T00:00:00Z and 9999-12-31T23:59:59Z, from google/protobuf/timestamp.proto.
-    const RANGE: std::ops::RangeInclusive<i64> = -62_135_596_800..=253_402_300_799;
     let nanos = if RANGE.contains(&seconds) { nanos.clamp(0, 999_999_999) } else { 0 };
     let seconds = seconds.clamp(*RANGE.start(), *RANGE.end());
     let (days, of_day) = (seconds.div_euclid(86_400), seconds.rem_euclid(86_400));
@@ -12,6 +13,18 @@ pub fn rfc3339(seconds: i64, nanos: i64) -> String {
     let (hour, minute, second) = (of_day / 3600, of_day / 60 % 60, of_day % 60);
     let fraction = if nanos == 0 { String::new() } else { format!(".{nanos:09}") };
     format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}{fraction}Z")
+}
+
+/// The date of an HTTP header (RFC 9110 §5.6.7, IMF-fixdate) of `seconds` since 1970; clamped to the years 1 to 9999.
+pub fn http_date(seconds: i64) -> String {
+    const DAYS: [&str; 7] = ["Thu", "Fri", "Sat", "Sun", "Mon", "Tue", "Wed"]; // 1970-01-01 was a Thursday
+    const MONTHS: [&str; 12] = ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"];
+    let seconds = seconds.clamp(*RANGE.start(), *RANGE.end());
+    let (days, of_day) = (seconds.div_euclid(86_400), seconds.rem_euclid(86_400));
+    let (year, month, day) = civil_from_days(days);
+    let (weekday, month) = (DAYS[days.rem_euclid(7) as usize], MONTHS[(month - 1) as usize]);
+    let (hour, minute, second) = (of_day / 3600, of_day / 60 % 60, of_day % 60);
+    format!("{weekday}, {day:02} {month} {year:04} {hour:02}:{minute:02}:{second:02} GMT")
 }
 
 /// Year, month and day of a day number counted from 1970-01-01. Counting years from 1 March puts the leap day last, so that
@@ -48,5 +61,13 @@ mod tests {
         for (seconds, nanos, expected) in cases {
             assert_eq!(rfc3339(seconds, nanos), expected);
         }
+    }
+
+    #[test]
+    fn dates_of_http() {
+        // The first is the example of RFC 9110 §5.6.7.
+        assert_eq!(http_date(784_111_777), "Sun, 06 Nov 1994 08:49:37 GMT");
+        assert_eq!(http_date(-1), "Wed, 31 Dec 1969 23:59:59 GMT");
+        assert_eq!(http_date(i64::MAX), "Fri, 31 Dec 9999 23:59:59 GMT");
     }
 }

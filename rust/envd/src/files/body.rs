@@ -1,0 +1,82 @@
+//! Reading an upload's body as it arrives.
+
+use std::fmt::Display;
+use std::future::Future;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http_body_util::BodyExt;
+use hyper::body::Incoming;
+use hyper::StatusCode;
+use tokio::time::{timeout, Instant};
+
+use crate::error::HttpError;
+
+/// An upload that sends nothing for so long has been abandoned. Above the pauses of a client that produces what it sends.
+const IDLE: Duration = Duration::from_secs(300);
+/// How much of a refused upload is read and thrown away, and for how long.
+const MAX_DRAIN_BYTES: usize = 64 << 20;
+const MAX_DRAIN_TIME: Duration = Duration::from_secs(10);
+
+/// The data of one file, piece by piece.
+pub trait Pieces: Send {
+    /// The next bytes, or `None` at the end.
+    fn piece(&mut self) -> impl Future<Output = Result<Option<Bytes>, HttpError>> + Send;
+}
+
+impl Pieces for BodyReader<Incoming> {
+    async fn piece(&mut self) -> Result<Option<Bytes>, HttpError> {
+        self.next().await
+    }
+}
+
+/// A request body, piece by piece.
+pub struct BodyReader<B> {
+    body: B,
+}
+
+impl<B> BodyReader<B>
+where
+    B: hyper::body::Body<Data = Bytes> + Unpin,
+    B::Error: Display,
+{
+    /// Reads `body`.
+    pub fn new(body: B) -> Self {
+        Self { body }
+    }
+
+    /// The next bytes, or `None` at the end.
+    ///
+    /// # Errors
+    /// 400 when the client broke off, 408 when it sent nothing for five minutes.
+    pub async fn next(&mut self) -> Result<Option<Bytes>, HttpError> {
+        loop {
+            let frame = timeout(IDLE, self.body.frame()).await.map_err(|_| {
+                HttpError::new(StatusCode::REQUEST_TIMEOUT, format!("nothing was sent for {} s", IDLE.as_secs()))
+            })?;
+            match frame {
+                None => return Ok(None),
+                Some(Err(error)) => {
+                    let message = format!("the request body broke off: {error}");
+                    return Err(HttpError::new(StatusCode::BAD_REQUEST, message));
+                }
+                // Trailers are not data.
+                Some(Ok(frame)) => match frame.into_data() {
+                    Ok(bytes) if !bytes.is_empty() => return Ok(Some(bytes)),
+                    _ => {}
+                },
+            }
+        }
+    }
+
+    /// Throws away what is left, within limits. Closing a connection while the client is still sending resets it, and the
+    /// client, or a proxy between, may then never see the answer that says why.
+    pub async fn drain(mut self) {
+        let deadline = Instant::now() + MAX_DRAIN_TIME;
+        let mut left = MAX_DRAIN_BYTES;
+        while let Ok(Some(Ok(frame))) = tokio::time::timeout_at(deadline, self.body.frame()).await {
+            let Some(remaining) = left.checked_sub(frame.data_ref().map_or(0, Bytes::len)) else { return };
+            left = remaining;
+        }
+    }
+}
