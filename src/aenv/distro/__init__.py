@@ -1,0 +1,1 @@
+"""The machine's Debian-family distribution: its package sources, its packages, its tools. A leaf: knows errors only."""
