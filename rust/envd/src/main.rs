@@ -1,5 +1,85 @@
-//! The `envd` binary: see the library.
+//! The `envd` binary: init and daemon in a guest, an ordinary process with `--port` and `--host` anywhere else.
 
-fn main() {
-    println!("{}", envd::VERSION);
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use envd::{init, log, server, state::State};
+use tokio::net::TcpListener;
+
+const USAGE: &str = "usage: envd [--host ADDRESS] [--port PORT] [--user NAME] | --version";
+
+/// Threads for blocking file work; each costs memory only while it is used.
+const BLOCKING_THREADS: usize = 8;
+
+struct Options {
+    host: String,
+    port: u16,
+    user: String,
+}
+
+impl Options {
+    /// `None` when the arguments make no sense.
+    fn parse(mut args: impl Iterator<Item = String>) -> Option<Self> {
+        let mut options = Self { host: "127.0.0.1".into(), port: 49983, user: "user".into() };
+        while let Some(flag) = args.next() {
+            let value = args.next()?;
+            match flag.as_str() {
+                "--host" => options.host = value,
+                "--port" => options.port = value.parse().ok()?,
+                "--user" => options.user = value,
+                _ => return None,
+            }
+        }
+        Some(options)
+    }
+}
+
+fn main() -> ExitCode {
+    if std::process::id() == 1 {
+        // The kernel passes parameters it does not know as arguments; they are not for us.
+        init::run(serve);
+    }
+    let mut args = std::env::args().skip(1).peekable();
+    if args.peek().is_some_and(|arg| arg == "--version") {
+        println!("{}", envd::VERSION);
+        return ExitCode::SUCCESS;
+    }
+    let Some(options) = Options::parse(args) else {
+        log!("{USAGE}");
+        return ExitCode::from(2);
+    };
+    let state = Arc::new(State::new(false, &options.user, init::limits::raise_own()));
+    match serve(&options.host, options.port, state) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            log!("cannot serve on {}:{}: {error}", options.host, options.port);
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Serves until SIGTERM, SIGINT or a host's `POST /shutdown`.
+fn serve(host: &str, port: u16, state: Arc<State>) -> std::io::Result<()> {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .max_blocking_threads(BLOCKING_THREADS)
+        .thread_stack_size(256 << 10)
+        .build()?;
+    let outcome = runtime.block_on(async {
+        use tokio::signal::unix::{signal, SignalKind};
+        let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+        let listener = TcpListener::bind((host, port)).await?;
+        log!("version {} serves {}", envd::VERSION, listener.local_addr()?);
+        let reaper = state.processes.reaper.clone();
+        tokio::select! {
+            ended = reaper.run() => ended.map(|never| match never {}),
+            never = server::serve(listener, state.clone()) => match never {},
+            _ = terminate.recv() => Ok(()),
+            _ = interrupt.recv() => Ok(()),
+            () = state.shutdown.notified() => Ok(()),
+        }
+    });
+    // Blocking work that hangs (a dead mount) must not hold up the end.
+    runtime.shutdown_background();
+    outcome
 }

@@ -1,11 +1,16 @@
 //! What the host has told this sandbox about itself, shared by every handler.
 
 use std::collections::BTreeMap;
-use std::sync::{PoisonError, RwLock};
+use std::sync::{Arc, PoisonError, RwLock};
 
 use hyper::header::HeaderMap;
+use tokio::sync::Notify;
 
 use crate::error::RpcError;
+use crate::process::spawn::FileLimit;
+use crate::process::table::Table;
+use crate::reaper::Reaper;
+use crate::server::metrics::Meter;
 use crate::users::{requested_user, User, UserDb};
 
 /// The settings `POST /init` changes. A snapshot of them is cheap to clone.
@@ -25,8 +30,6 @@ pub struct Settings {
     pub template_id: Option<String>,
     /// Changes at every resume and fork; also in /run/aenv/generation.
     pub generation: Option<String>,
-    /// When the newest `/init` that was applied was sent, in nanoseconds of unix time.
-    pub initialized_at_ns: Option<i128>,
 }
 
 /// Shared state of the daemon.
@@ -35,12 +38,19 @@ pub struct State {
     /// Whether this process is the guest's PID 1. Outside a guest the clock, the hostname and other machine-wide
     /// things are left alone.
     pub is_init: bool,
+    /// The processes clients have started.
+    pub processes: Arc<Table>,
+    /// What `/metrics` measures with.
+    pub meter: Meter,
+    /// Notified when the host asks the guest to power off.
+    pub shutdown: Notify,
     settings: RwLock<Settings>,
 }
 
 impl State {
-    /// State before the first `/init`. `default_user` must exist in the guest for requests without a user to succeed.
-    pub fn new(is_init: bool, default_user: &str) -> Self {
+    /// State before the first `/init`. `default_user` must exist in the guest for requests without a user to succeed; `files` is
+    /// the limit of open files that processes get.
+    pub fn new(is_init: bool, default_user: &str, files: FileLimit) -> Self {
         let settings = Settings {
             access_token: None,
             envs: BTreeMap::new(),
@@ -49,9 +59,9 @@ impl State {
             sandbox_id: None,
             template_id: None,
             generation: None,
-            initialized_at_ns: None,
         };
-        Self { is_init, settings: RwLock::new(settings) }
+        let processes = Arc::new(Table::new(Arc::new(Reaper::default()), files));
+        Self { is_init, processes, meter: Meter::default(), shutdown: Notify::new(), settings: RwLock::new(settings) }
     }
 
     /// The settings as they are now.

@@ -68,7 +68,7 @@ where
 {
     let (parts, body) = request.into_parts();
     if let Err(response) = require_content_type(&parts.headers, "application/json") {
-        return response;
+        return *response;
     }
     let outcome = async {
         require_identity(&parts.headers, CONTENT_ENCODING.as_str())?;
@@ -109,7 +109,7 @@ fn deadline_exceeded(limit: Duration) -> RpcError {
 }
 
 /// Connect asks for 415 and the accepted type when a call comes in another codec.
-fn require_content_type(headers: &HeaderMap, wanted: &'static str) -> Result<(), Response> {
+fn require_content_type(headers: &HeaderMap, wanted: &'static str) -> Result<(), Box<Response>> {
     let given = headers.get(CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or("");
     let essence = given.split(';').next().unwrap_or("").trim();
     if essence.eq_ignore_ascii_case(wanted) {
@@ -118,7 +118,7 @@ fn require_content_type(headers: &HeaderMap, wanted: &'static str) -> Result<(),
     let message = format!("content type '{given}' is not supported here, send '{wanted}'");
     let mut response = HttpError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, message).into_response();
     response.headers_mut().insert("accept-post", hyper::header::HeaderValue::from_static(wanted));
-    Err(response)
+    Err(Box::new(response))
 }
 
 fn require_identity(headers: &HeaderMap, name: &str) -> Result<(), RpcError> {

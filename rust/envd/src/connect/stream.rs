@@ -54,7 +54,7 @@ where
 {
     let (parts, body) = request.into_parts();
     if let Err(response) = require_content_type(&parts.headers, STREAM_TYPE) {
-        return response;
+        return *response;
     }
     let opened = async {
         require_identity(&parts.headers, "connect-content-encoding")?;
@@ -106,7 +106,7 @@ where
 {
     let (parts, body) = request.into_parts();
     if let Err(response) = require_content_type(&parts.headers, STREAM_TYPE) {
-        return response;
+        return *response;
     }
     let outcome = async {
         require_identity(&parts.headers, "connect-content-encoding")?;

@@ -1,5 +1,7 @@
 //! The HTTP server: accepts connections and routes requests.
 
+mod configure;
+pub mod metrics;
 mod router;
 
 use std::convert::Infallible;
@@ -11,6 +13,7 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::net::{TcpListener, TcpStream};
 
 use crate::http::{Peer, Request};
+use crate::log;
 use crate::state::State;
 
 /// Largest request head, in bytes; hyper's own minimum is 8 KiB. Signed URLs and X-Metadata headers fit easily.
@@ -28,7 +31,7 @@ pub async fn serve(listener: TcpListener, state: Arc<State>) -> Infallible {
                 tokio::spawn(connection(stream, state.clone()));
             }
             Err(error) => {
-                eprintln!("[envd] accept: {error}");
+                log!("cannot accept a connection: {error}");
                 tokio::time::sleep(ACCEPT_BACKOFF).await;
             }
         }

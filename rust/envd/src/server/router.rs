@@ -2,13 +2,14 @@
 
 use std::sync::Arc;
 
+use super::configure;
 use hyper::header::{HeaderMap, HeaderValue};
 use hyper::{Method, StatusCode};
 
-use crate::error::HttpError;
-use crate::http::{empty, Request, Response};
+use crate::error::{json_response, HttpError};
+use crate::http::{empty, Peer, Request, Response};
 use crate::state::State;
-use crate::{auth, files, filesystem};
+use crate::{auth, files, filesystem, process};
 
 /// Answers one request; every response carries the CORS headers that browsers need.
 pub async fn route(request: Request, state: Arc<State>) -> Response {
@@ -23,21 +24,59 @@ pub async fn route(request: Request, state: Arc<State>) -> Response {
 
 async fn dispatch(request: Request, state: Arc<State>) -> Result<Response, HttpError> {
     let path = request.uri().path().to_owned();
-    // These three decide on access themselves.
-    if path == "/health" {
-        only(&request, &Method::GET)?;
-        return Ok(empty(StatusCode::NO_CONTENT));
-    }
-    if path == "/files" || path.starts_with("/files/") {
-        return Ok(files::handle(request, state).await);
+    // These decide on access themselves.
+    match path.as_str() {
+        "/health" => {
+            only(&request, &Method::GET)?;
+            return Ok(empty(StatusCode::NO_CONTENT));
+        }
+        "/init" => {
+            only(&request, &Method::POST)?;
+            from_host(&request, &state)?;
+            return configure::handle(request, &state).await;
+        }
+        "/shutdown" if state.is_init => {
+            only(&request, &Method::POST)?;
+            from_host(&request, &state)?;
+            state.shutdown.notify_one();
+            return Ok(empty(StatusCode::NO_CONTENT));
+        }
+        path if path == "/files" || path.starts_with("/files/") => return Ok(files::handle(request, state).await),
+        _ => {}
     }
 
     auth::check_token(state.settings().access_token.as_deref(), request.headers())?;
+    if let Some(method) = path.strip_prefix("/process.Process/") {
+        only(&request, &Method::POST)?;
+        return Ok(process::dispatch(method, request, state).await);
+    }
     if let Some(method) = path.strip_prefix("/filesystem.Filesystem/") {
         only(&request, &Method::POST)?;
         return Ok(filesystem::dispatch(method, request, state).await);
     }
-    Err(HttpError::new(StatusCode::NOT_FOUND, format!("no such path: {path}")))
+    match path.as_str() {
+        "/metrics" => {
+            only(&request, &Method::GET)?;
+            Ok(json_response(StatusCode::OK, &state.meter.measure()))
+        }
+        "/envs" => {
+            only(&request, &Method::GET)?;
+            Ok(json_response(StatusCode::OK, &state.settings().envs))
+        }
+        _ => Err(HttpError::new(StatusCode::NOT_FOUND, format!("no such path: {path}"))),
+    }
+}
+
+/// Only the host may configure a guest: programs inside it could otherwise set its token or clock.
+///
+/// # Errors
+/// 403 when the request comes from the guest itself.
+fn from_host(request: &Request, state: &State) -> Result<(), HttpError> {
+    let from_self = request.extensions().get::<Peer>().is_none_or(Peer::is_self);
+    if state.is_init && from_self {
+        return Err(HttpError::new(StatusCode::FORBIDDEN, "only the host may call this"));
+    }
+    Ok(())
 }
 
 /// # Errors
