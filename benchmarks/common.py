@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """One measured quantity: `n` samples and their percentiles, in `unit`. One measurement has n = 1 and equal percentiles.
+    """One measured quantity: `n` samples and their percentiles, in `unit`. A single one has n = 1.
 
     `goal` is the service level in words (``<= 1.5 ms``), `met` whether this run kept it; None when there is none.
     """

@@ -88,7 +88,7 @@ class Connection(asyncio.Protocol):
         self._request_complete = True
 
     async def drain(self) -> None:
-        """Wait until the sandbox has taken enough of what was written. No deadline: the client's or sandbox's end cuts it."""
+        """Wait until the sandbox has taken enough of what was written; without deadline, both ends may be slow."""
         if self._failure is not None:
             raise self._failure
         if self._writing_paused:
@@ -98,7 +98,7 @@ class Connection(asyncio.Protocol):
             raise self._failure
 
     async def continued(self, seconds: float) -> None:
-        """Wait for `100 Continue` or the response, but only `seconds`: a server that sends neither waits for the body."""
+        """Wait for `100 Continue` or the response, but only `seconds`: some servers just wait for the body."""
         if self._continue is not None:
             try:
                 async with asyncio.timeout(seconds):
@@ -107,7 +107,7 @@ class Connection(asyncio.Protocol):
                 return
 
     async def head(self) -> int:
-        """The status of the response, with `headers` set. No deadline: an answer may take as long as the client is there."""
+        """The status of the response, with `headers` set; without deadline, the client decides how long it waits."""
         while not self._head_complete:
             await self._wait()
         return self.status

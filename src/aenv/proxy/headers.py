@@ -114,8 +114,8 @@ def request_head(request: Request, body: Framing) -> bytes:
 
 
 def response_headers(status: int, headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """The end-to-end headers of a response. The server writes the framing, from Content-Length when it is there; a status
-    without a body loses that, as the server would wait for the body."""
+    """The end-to-end headers of a response. The server writes the framing, from Content-Length when it is there; a
+    status without a body loses that, as the server would wait for the body."""
     headers = list(headers)
     named = _named_by_connection(headers)
     bodiless = status in _BODILESS
