@@ -84,6 +84,11 @@ class Layout:
     def slot_address(self, index: int) -> IPv4Address:
         return self.cidr.network_address + 4 * index + 2
 
+    def index_of_address(self, address: str) -> int | None:
+        """The slot whose outside address this is."""
+        offset = int(IPv4Address(address)) - int(self.cidr.network_address)
+        return offset // 4 if offset % 4 == 2 and 0 <= offset // 4 < self.size else None
+
     def uid(self, index: int) -> int:
         """Who may open the slot's tap: the user its VMM runs as."""
         return self.uid_base + index

@@ -37,7 +37,7 @@ class CompiledPolicy:
     resolve_all: bool
 
     def rule_for(self, name: str) -> str | None:
-        """The entry of `names` that covers `name` (lower case, no final dot). ``*.`` covers every depth, not the apex."""
+        """The entry of `names` that covers `name` (lower case, no final dot). ``*.`` covers any depth, not the apex."""
         if name in self.names:
             return name
         labels = name.split(".")

@@ -55,7 +55,10 @@ class Network(Protocol):
         ...
 
     async def release(self, slot: Slot) -> None:
-        """Give a slot back; nothing of its previous user remains visible to the next. Idempotent."""
+        """Give a slot back; nothing of its previous user remains visible to the next. Idempotent.
+
+        Slots are known by identity: pass the object that `acquire` or `adopted` returned, not an equal one.
+        """
         ...
 
     async def aclose(self) -> None:

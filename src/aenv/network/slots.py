@@ -53,15 +53,26 @@ class SlotSockets:
         self.tcp.close()
 
 
+@dataclass(frozen=True)
+class Found:
+    """What `prepare` met: slots it removed, and indexes whose addresses another home holds."""
+
+    removed: frozenset[int]
+    foreign: frozenset[int]
+
+
 class Slots:
-    """The kernel's side of a home's slots. Every method blocks for milliseconds; call them from one thread, in order."""
+    """The kernel's side of a home's slots. Every method blocks for tens of milliseconds.
+
+    Methods on one slot must not overlap, except that `apply` and `open` may be overtaken by `remove` and then fail.
+    """
 
     def __init__(self, layout: Layout, internal: tuple[IPv4Network, ...]) -> None:
         self._layout = layout
         self._internal = internal
 
-    def prepare(self, in_use: frozenset[int]) -> list[str]:
-        """Make the host ready and remove every leftover of this home that is not `in_use`; return what was removed.
+    def prepare(self, in_use: frozenset[int]) -> "Found":
+        """Make the host ready and remove every slot of this home that is not `in_use`.
 
         Raises NetworkError.
         """
@@ -70,18 +81,17 @@ class Slots:
             # Forwarding between the veths and the uplink. Written only if needed: writing resets other settings.
             if Path("/proc/sys/net/ipv4/ip_forward").read_text().strip() != "1":
                 namespace.sysctl("ipv4/ip_forward", "1")
-            namespaces, links = self.existing()
-            leftovers = (namespaces | links) - in_use
+            leftovers = self.existing() - in_use
             nft.apply(rules.host_ruleset(self._layout, self._internal, sorted(in_use)))
             self._remove(leftovers)
-            return [str(self._layout.netns(index)) for index in sorted(leftovers)]
+            return Found(removed=frozenset(leftovers), foreign=frozenset(self._routed() - in_use))
 
-    def existing(self) -> tuple[set[int], set[int]]:
-        """The indexes of this home's namespaces and of its host links."""
+    def existing(self) -> set[int]:
+        """The indexes of this home's slots: what has a namespace or a link on the host."""
         names = (self._layout.index_of_netns(entry.name) for entry in NETNS_DIRECTORY.glob("aenv-*"))
         with IPRoute() as host:
             links = [self._layout.index_of_link(link.get("ifname")) for link in host.get_links()]
-        return {i for i in names if i is not None}, {i for i in links if i is not None}
+        return {index for index in [*names, *links] if index is not None}
 
     def create(self, index: int, policy: CompiledPolicy) -> SlotSockets:
         """Make slot `index` with `policy` in force. On an error nothing of it is left.
@@ -183,7 +193,7 @@ class Slots:
 
     def _remove(self, indexes: Collection[int]) -> None:
         doomed = {self._layout.link(index) for index in indexes}
-        # Deleting one end of a veth deletes both, also when a process holds the namespace; the tap goes with the latter.
+        # Deleting one end of a veth deletes both, also when a process holds the namespace; the tap goes with that.
         with IPRoute() as host:
             found = [link["index"] for link in host.get_links() if link.get("ifname") in doomed]
             for number in found:
@@ -194,6 +204,15 @@ class Slots:
             namespace.remove(self._layout.netns(index))
         if indexes:  # only an entry that exists can be deleted: add first
             nft.apply([rules.host_slots(self._layout, indexes, verb) for verb in ("add", "delete")])
+
+    def _routed(self) -> set[int]:
+        """Indexes whose address the host has a route to."""
+        found = set()
+        with IPRoute() as host:
+            for route in host.get_routes(family=socket.AF_INET):
+                if route["dst_len"] == 32 and (index := self._layout.index_of_address(route.get("dst"))) is not None:
+                    found.add(index)
+        return found
 
     def _in_slot(self, index: int, doing: str, change: Callable[[], None]) -> None:
         with _mapped(f"{doing} network slot {index}"), namespace.inside(self._layout.netns(index)):
