@@ -1,0 +1,165 @@
+//! Merging sorted indexes, newest winning.
+
+use crate::lsmt::Extent;
+
+/// Lays `upper` over `lower`: where both map a sector, `upper` wins. Linear in both.
+///
+/// Both must be sorted and disjoint; so is the result. Contiguous neighbours are joined.
+pub fn overlay(upper: &[Extent], lower: &[Extent]) -> Vec<Extent> {
+    let mut out = Vec::with_capacity(upper.len() + lower.len());
+    let mut lower = lower.iter().copied();
+    // What is left of the lower extent being looked at.
+    let mut pending = lower.next();
+    for &top in upper {
+        while let Some(below) = pending {
+            if below.end() <= top.offset() {
+                push(&mut out, below);
+                pending = lower.next();
+            } else if below.offset() < top.offset() {
+                push(&mut out, below.trim(below.offset(), top.offset()));
+                pending = Some(below.trim(top.offset(), below.end()));
+            } else if below.end() <= top.end() {
+                pending = lower.next();
+            } else {
+                if below.offset() < top.end() {
+                    pending = Some(below.trim(top.end(), below.end()));
+                }
+                break;
+            }
+        }
+        push(&mut out, top);
+    }
+    for below in pending.into_iter().chain(lower) {
+        push(&mut out, below);
+    }
+    out
+}
+
+fn push(out: &mut Vec<Extent>, extent: Extent) {
+    if let Some(last) = out.last_mut() {
+        if let Some(joined) = last.join(extent) {
+            *last = joined;
+            return;
+        }
+    }
+    out.push(extent);
+}
+
+/// Merges any number of sorted indexes, the lowest first.
+pub fn merge_all(mut tables: Vec<Vec<Extent>>) -> Vec<Extent> {
+    // Halving keeps the work at (entries x log tables), whatever the shapes are.
+    match tables.len() {
+        0 => Vec::new(),
+        1 => tables.remove(0),
+        n => {
+            let upper = merge_all(tables.split_off(n / 2));
+            let lower = merge_all(tables);
+            if lower.is_empty() {
+                upper
+            } else {
+                overlay(&upper, &lower)
+            }
+        }
+    }
+}
+
+/// Plays a log of extents in the order they were written and gives the index they leave.
+pub fn replay(log: &[Extent]) -> Vec<Extent> {
+    // Sorting by position and keeping the newest of identical runs settles the common logs (sequential
+    // writes, or blocks of one size written again and again). What still overlaps is merged by halves.
+    let mut order: Vec<(u64, u32)> = (0u32..).zip(log).map(|(i, extent)| (extent.offset(), i)).collect();
+    if !order.is_sorted() {
+        order.sort_unstable();
+    }
+    let mut out: Vec<Extent> = Vec::with_capacity(log.len());
+    for (_, i) in order {
+        let extent = log[i as usize];
+        match out.last_mut() {
+            Some(last) if last.offset() == extent.offset() && last.len() == extent.len() => *last = extent,
+            Some(last) if last.end() > extent.offset() => return replay_by_halves(log),
+            _ => out.push(extent),
+        }
+    }
+    out.dedup_by(|next, last| match last.join(*next) {
+        Some(joined) => {
+            *last = joined;
+            true
+        }
+        None => false,
+    });
+    out.shrink_to_fit();
+    out
+}
+
+fn replay_by_halves(log: &[Extent]) -> Vec<Extent> {
+    // The longest sorted prefix costs nothing to take as it is.
+    let sorted = log.windows(2).take_while(|pair| pair[0].end() <= pair[1].offset()).count() + 1;
+    if log.len() <= sorted {
+        return log.to_vec();
+    }
+    let middle = if sorted > log.len() / 2 { sorted } else { log.len() / 2 };
+    let (older, newer) = log.split_at(middle);
+    overlay(&replay_by_halves(newer), &replay_by_halves(older))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const SPACE: usize = 200;
+
+    /// One cell per sector: the file sector it maps to, or zero, or nothing.
+    fn paint(cells: &mut [Option<(u64, bool, u8)>], extents: &[Extent]) {
+        for extent in extents {
+            for sector in extent.offset()..extent.end() {
+                let place = if extent.is_zero() { 0 } else { extent.place() + sector - extent.offset() };
+                cells[sector as usize] = Some((place, extent.is_zero(), extent.tag()));
+            }
+        }
+    }
+
+    fn extents() -> impl Strategy<Value = Vec<Extent>> {
+        let one =
+            (0..SPACE as u64 - 20, 1..20u64, 8..10_000u64, any::<bool>()).prop_map(|(offset, len, place, zero)| {
+                if zero {
+                    Extent::zero(offset, len, place)
+                } else {
+                    Extent::data(offset, len, place)
+                }
+            });
+        prop::collection::vec(one, 0..60)
+    }
+
+    fn check(index: &[Extent], logs: &[Vec<Extent>]) {
+        for pair in index.windows(2) {
+            assert!(pair[0].end() <= pair[1].offset(), "{pair:?}");
+        }
+        let (mut expected, mut got) = (vec![None; SPACE], vec![None; SPACE]);
+        logs.iter().for_each(|log| paint(&mut expected, log));
+        paint(&mut got, index);
+        assert_eq!(got, expected);
+    }
+
+    proptest! {
+        #[test]
+        fn replay_equals_painting(log in extents()) {
+            check(&replay(&log), &[log.clone()]);
+            check(&replay_by_halves(&log), &[log]);
+        }
+
+        #[test]
+        fn merging_equals_painting_in_order(logs in prop::collection::vec(extents(), 0..6)) {
+            let tagged = |(tag, log): (u8, &Vec<Extent>)| log.iter().map(|e| e.with_tag(tag)).collect::<Vec<_>>();
+            let logs: Vec<_> = (0u8..).zip(&logs).map(tagged).collect();
+            let merged = merge_all(logs.iter().map(|log| replay(log)).collect());
+            check(&merged, &logs);
+        }
+    }
+
+    #[test]
+    fn identical_runs_keep_the_newest() {
+        let log = [Extent::data(8, 8, 100), Extent::data(0, 8, 200), Extent::data(8, 8, 300)];
+        assert_eq!(replay(&log), [log[1], log[2]]);
+    }
+}

@@ -1,0 +1,16 @@
+//! In-memory indexes: sorted tables, the mutable map of an upper, and merging.
+
+mod map;
+mod merge;
+mod resolve;
+
+pub use map::ExtentMap;
+pub use merge::{merge_all, overlay, replay};
+pub use resolve::{overlapping, resolve, Place, Segment};
+
+use std::sync::Arc;
+
+use crate::lsmt::Extent;
+
+/// A sorted, disjoint, immutable index: 16 bytes per extent, searched by bisection.
+pub type Table = Arc<[Extent]>;
