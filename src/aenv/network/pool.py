@@ -270,7 +270,7 @@ class SlotPool:
             self._wanted.set()
 
     async def _in(self, thread: ThreadPoolExecutor, function: Callable[..., T], *arguments: object) -> T:
-        """`function` in `thread`. Raises nothing but AenvError: an error nobody foresaw must not end the pool's tasks."""
+        """`function` in `thread`. Raises nothing but AenvError: what nobody foresaw must not end the pool's tasks."""
         try:
             return await asyncio.get_running_loop().run_in_executor(thread, function, *arguments)
         except AenvError:

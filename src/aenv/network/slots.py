@@ -112,7 +112,7 @@ class Slots:
             with IPRoute() as slot:
                 for link in (TAP, UPLINK):
                     _link_index(slot, link)
-            nft.apply(rules.slot_ruleset(self._layout, index, self._internal, policy))
+            nft.apply(rules.slot_ruleset(self._layout, index, self._internal, policy, fresh=False))
             return SlotSockets(*namespace.listening_sockets(GATEWAY_ADDRESS, DNS_PORT))
 
     def apply(self, index: int, policy: CompiledPolicy) -> None:
@@ -153,7 +153,7 @@ class Slots:
             namespace.sysctl(name, value)
         namespace.add_tap(TAP, layout.uid(index))
         # The rules stand before anything is connected.
-        nft.apply(rules.slot_ruleset(layout, index, self._internal, policy))
+        nft.apply(rules.slot_ruleset(layout, index, self._internal, policy, fresh=True))
         with IPRoute() as slot:
             peer = {"ifname": layout.link(index), "net_ns_fd": host_namespace}
             slot.link("add", ifname=UPLINK, kind="veth", peer=peer)
