@@ -25,9 +25,10 @@ _FAST = " ".join(
         "lsm=landlock,capability,yama",  # no AppArmor, TOMOYO, IMA, EVM: an image brings no policy for them
         "audit=0",
         "nowatchdog",  # a stalled vCPU of a busy host is no lockup
-        "8250.nr_uarts=1",
     )
 )
+
+_FAST_X86 = "pci=off 8250.nr_uarts=1"  # QEMU's microvm and Firecracker have no PCI bus and one serial port
 
 # What follows weakens only boundaries inside the guest, whose default user is allowed everything there by sudo.
 _FAST_TCG = " ".join(
@@ -53,18 +54,20 @@ def kernel_cmdline(
     `tsc_khz` is the host's TSC rate (`aenv.guest.tsc.host_tsc_khz`), which is what `rdtsc` returns under TCG. There
     it has to be given: an emulated machine has no reference to calibrate against that keeps its pace on a busy host,
     and a guest that cannot calibrate hangs or falls back to a clock of 4 ms grain. With it QEMU's microvm needs
-    neither `pit` nor `pic` (switch both off: an interrupt of the unused PIC at vector 0 panics the guest now and
-    then); without it `pit` must stay on. `machine` is the host's architecture as uname names it.
+    neither `pit` nor `pic`, and both are better off: an interrupt of the unused PIC at vector 0 panics the guest now
+    and then. `machine` is the host's architecture as uname names it.
 
-    Raises ProvisionError if `hostname` is not a host name label.
+    Raises ProvisionError if `hostname` is not a host name label, or the rate is needed and not known.
     """
     if not _HOSTNAME.fullmatch(hostname):
         raise ProvisionError(f"hostname {hostname!r} must be 1 to 63 letters, digits and inner hyphens")
     x86 = (machine or platform.machine()) == "x86_64"
-    words = [f"console={'ttyS0' if x86 else 'ttyAMA0'}", _BASE, _FAST]
+    words = ["console=ttyS0", _BASE, _FAST, _FAST_X86] if x86 else ["console=ttyAMA0", _BASE, _FAST]
     if accel == "tcg":
         words.append(_FAST_TCG)
-        if x86 and tsc_khz is not None:
+        if x86:
+            if tsc_khz is None:
+                raise ProvisionError("the rate of this machine's TSC is not known; emulated guests have no other clock")
             words.append(f"tsc_early_khz={tsc_khz} tsc=reliable")
     words.append(f"aenv.root=/dev/vda aenv.ip={GUEST_ADDRESS} aenv.gw={GUEST_GATEWAY} aenv.dns={GUEST_GATEWAY}")
     words.append(f"aenv.hostname={hostname}")
