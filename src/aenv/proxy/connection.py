@@ -6,6 +6,7 @@ of an endless header is read. The parsing is llhttp's in both.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import cast
 
@@ -97,14 +98,16 @@ class Connection(asyncio.Protocol):
         if self._failure is not None:
             raise self._failure
 
-    async def continued(self, seconds: float) -> None:
-        """Wait for `100 Continue` or the response, but only `seconds`: some servers just wait for the body."""
+    async def continued(self, seconds: float) -> bool:
+        """Whether the body is wanted: on `100 Continue`, or after `seconds`, as some servers just wait for the body.
+
+        Not when the response comes first.
+        """
         if self._continue is not None:
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
                     await self._continue.wait()
-            except TimeoutError:
-                return
+        return not self._head_complete and self._failure is None
 
     async def head(self) -> int:
         """The status of the response, with `headers` set; without deadline, the client decides how long it waits."""

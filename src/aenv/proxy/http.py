@@ -55,7 +55,7 @@ async def _attempt(
         status = await connection.head()
         started = True
         connection.on_abort = abort_of(scope)
-        await _send_response(send, connection, status, close=body.expects_continue and not upload.asked)
+        await _send_response(send, connection, status, upload)
     except UpstreamError:
         if upload.client_left:
             return
@@ -69,12 +69,13 @@ async def _attempt(
         await asyncio.wait((sending,))
 
 
-async def _send_response(send: Send, connection: Connection, status: int, *, close: bool) -> None:
+async def _send_response(send: Send, connection: Connection, status: int, upload: "_Upload") -> None:
     headers = response_headers(status, connection.headers)
-    if close:
+    if upload.withheld:
         # The client was not told to send its body and may or may not do so: its connection cannot be read further.
         headers.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": status, "headers": headers})
+    upload.answered.set()
     finished = False
     while not finished:
         data = await connection.read()
@@ -86,8 +87,10 @@ class _Upload:
     """The client's side of an exchange: its body, then the watch for its leaving, which ends the exchange at once."""
 
     def __init__(self, receive: Receive, connection: Connection, body: Framing) -> None:
-        self.asked = False
         self.client_left = False
+        self.withheld = body.expects_continue
+        """Whether the client still waits to be told to send its body."""
+        self.answered = asyncio.Event()
         self._receive = receive
         self._connection = connection
         self._body = body
@@ -107,9 +110,10 @@ class _Upload:
         connection, body = self._connection, self._body
         if not body.has_body:
             return True
-        if body.expects_continue:
-            await connection.continued(CONTINUE_SECONDS)
-        self.asked = True
+        if body.expects_continue and not await connection.continued(CONTINUE_SECONDS):
+            await self.answered.wait()  # To ask the server for anything earlier would tell the client to go on.
+            return True
+        self.withheld = False
         more = True
         while more:
             message = await self._receive()

@@ -1,0 +1,267 @@
+"""Connections belong to one generation of one sandbox; when it ends, its clients see a break, never an end."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+
+import pytest
+from proxy_harness import (
+    PATIENCE,
+    Handler,
+    Node,
+    Torn,
+    answering,
+    ask,
+    event_loop_policy,
+    head,
+    read_chunk,
+    read_head,
+    read_reply,
+    running_node,
+)
+
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+
+__all__ = ["event_loop_policy"]  # a fixture
+
+
+@pytest.fixture(params=[False, True], ids=["own-protocol", "stock-uvicorn"])
+async def node(request: pytest.FixtureRequest) -> AsyncIterator[Node]:
+    async with running_node(stock_server=request.param) as running:
+        running.sandboxes.add("ia")
+        yield running
+
+
+async def get(node: Node, port: int, sandbox: str = "ia") -> bytes:
+    return (await ask(node, head("GET", "/", sandbox, port))).body
+
+
+async def test_a_connection_is_used_again_within_its_generation(node: Node) -> None:
+    port = await node.upstream(answering(OK))
+    assert [await get(node, port) for _ in range(3)] == [b"ok"] * 3
+    assert node.accepted == 1
+
+
+async def test_and_never_beyond_it(node: Node) -> None:
+    port = await node.upstream(answering(OK))
+    await get(node, port)
+    node.sandboxes.add("ia", generation="g2")
+    await get(node, port)
+    assert node.accepted == 2
+    node.sandboxes.add("ib", generation="g2")  # another sandbox at the same address
+    await get(node, port, "ib")
+    assert node.accepted == 3
+
+
+async def test_an_idle_connection_of_an_old_generation_is_closed_at_once(node: Node) -> None:
+    closed = asyncio.Event()
+
+    async def watching(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await answering(OK)(reader, writer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            closed.set()
+
+    port = await node.upstream(watching)
+    await get(node, port)
+    node.app.sandbox_gone("ia")
+    await asyncio.wait_for(closed.wait(), PATIENCE)
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nfirst\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\nfirst",
+        b"HTTP/1.1 200 OK\r\n\r\nfirst",
+    ],
+    ids=["chunked", "length", "until-close"],
+)
+async def test_a_killed_sandbox_breaks_its_streams_then_answers_502(node: Node, start: bytes) -> None:
+    async def stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(start)
+        await reader.read()
+
+    port = await node.upstream(stream)
+    reader, writer = await node.connect()
+    writer.write(head("GET", "/", "ia", port))
+    reply = await read_head(reader)
+    if b"Length" in start:
+        assert await reader.readexactly(5) == b"first"
+        node.kill("ia")
+        rest = await asyncio.wait_for(_rest(reader), PATIENCE)
+        assert len(rest) < 995
+    else:
+        assert reply.all("transfer-encoding") == ["chunked"]
+        assert await read_chunk(reader) == b"first"
+        node.kill("ia")
+        with pytest.raises(Torn):
+            await read_chunk(reader)
+    reply = await ask(node, head("GET", "/health", "ia", 49983))
+    assert (reply.status, reply.json["message"]) == (502, "The sandbox was not found")
+
+
+async def _rest(reader: asyncio.StreamReader) -> bytes:
+    try:
+        return await reader.read()
+    except ConnectionError:
+        return b""
+
+
+async def test_a_stream_ends_with_its_generation(node: Node) -> None:
+    async def stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if b"GET /stream" not in await reader.readuntil(b"\r\n\r\n"):
+            writer.write(OK)
+            return
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nfirst\r\n")
+        await reader.read()
+
+    port = await node.upstream(stream)
+    reader, writer = await node.connect()
+    writer.write(head("GET", "/stream", "ia", port))
+    await read_head(reader)
+    assert await read_chunk(reader) == b"first"
+    node.sandboxes.add("ia", generation="g2")
+    assert await get(node, port) == b"ok"  # this lookup is what shows the change
+    with pytest.raises(Torn):
+        await read_chunk(reader)
+
+
+async def test_a_request_that_waits_for_a_killed_sandbox_is_answered(node: Node) -> None:
+    asked = asyncio.Event()
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        asked.set()
+        await reader.read()
+
+    port = await node.upstream(silent)
+    request = asyncio.create_task(ask(node, head("POST", "/", "ia", port, "Content-Length: 9") + b"half"))
+    await asyncio.wait_for(asked.wait(), PATIENCE)
+    node.kill("ia")
+    reply = await request
+    assert (reply.status, reply.json["message"]) == (502, "The sandbox was not found")
+
+
+async def test_a_connection_attempt_ends_with_the_sandbox(node: Node) -> None:
+    """A listener whose queue is full accepts nothing: the attempt would last until its deadline."""
+
+    full = socket.socket()
+    full.bind(("127.0.0.2", 0))
+    full.listen(0)
+    port = full.getsockname()[1]
+    fillers = []
+    for _ in range(4):
+        filler = socket.socket()
+        filler.setblocking(False)
+        filler.connect_ex(("127.0.0.2", port))
+        fillers.append(filler)
+    request = asyncio.create_task(ask(node, head("GET", "/", "ia", port)))
+    try:
+        done, _ = await asyncio.wait((request,), timeout=0.5)
+        assert not done
+        node.kill("ia")
+        reply = await asyncio.wait_for(request, 5)
+        assert (reply.status, reply.json["message"]) == (502, "The sandbox was not found")
+    finally:
+        for opened in (full, *fillers):
+            opened.close()
+
+
+def closing_after(node: Node, answers: int) -> Handler:
+    """A server that closes each connection at the request after `answers` of them, as one that timed out just then."""
+
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for _ in range(answers):
+            node.seen.append(await reader.readuntil(b"\r\n\r\n"))
+            writer.write(OK)
+        node.seen.append(await reader.readuntil(b"\r\n\r\n"))
+
+    return handler
+
+
+async def test_a_stale_connection_is_replaced_once_for_what_may_be_repeated(node: Node) -> None:
+    port = await node.upstream(closing_after(node, 1))
+    assert await get(node, port) == b"ok"
+    assert await get(node, port) == b"ok"
+    assert (node.accepted, len(node.seen)) == (2, 3)
+
+
+async def test_and_not_for_what_may_not(node: Node) -> None:
+    port = await node.upstream(closing_after(node, 1))
+    assert await get(node, port) == b"ok"
+    reply = await ask(node, head("POST", "/", "ia", port, "Content-Length: 0"))
+    assert (reply.status, reply.json["port"]) == (502, port)
+    assert len(node.seen) == 2
+
+
+async def test_a_fresh_connection_that_fails_is_not_repeated(node: Node) -> None:
+    port = await node.upstream(closing_after(node, 0))
+    assert (await ask(node, head("GET", "/", "ia", port))).status == 502
+    assert node.accepted == 1
+
+
+async def test_data_nobody_asked_for_never_answers_a_later_request(node: Node) -> None:
+    async def poisoned(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(OK + b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\npoison")
+        await reader.read()
+
+    port = await node.upstream(poisoned)
+    assert [await get(node, port) for _ in range(3)] == [b"ok"] * 3
+    assert node.accepted == 3
+
+
+@pytest.mark.parametrize("node", [False], indirect=True, ids=["own-protocol"])
+async def test_a_kill_reaches_a_client_that_reads_nothing(node: Node) -> None:
+    """Its send buffer is full, so nothing but an abort can tell it."""
+    stuck = asyncio.Event()
+
+    async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        while True:
+            writer.write(b"100000\r\n" + bytes(1 << 20) + b"\r\n")
+            try:
+                await asyncio.wait_for(writer.drain(), 1)
+            except TimeoutError:
+                stuck.set()
+                await writer.drain()
+
+    port = await node.upstream(flood)
+    reader, writer = await node.connect(limit=1 << 16)
+    writer.write(head("GET", "/", "ia", port))
+    await asyncio.wait_for(stuck.wait(), PATIENCE)
+    node.kill("ia")
+    with pytest.raises((Torn, ConnectionError)):
+        await _read_to_the_end(reader)
+
+
+async def _read_to_the_end(reader: asyncio.StreamReader) -> None:
+    await read_head(reader)
+    while await read_chunk(reader):
+        pass
+
+
+async def test_after_close_nothing_is_accepted(node: Node) -> None:
+    port = await node.upstream(answering(OK))
+    await get(node, port)
+    await node.app.aclose()
+    reply = await ask(node, head("GET", "/", "ia", port))
+    assert (reply.status, reply.json["code"]) == (503, 503)
+
+
+async def test_keep_alive_of_the_client_spans_sandboxes(node: Node) -> None:
+    """One client connection, several sandboxes and the control plane in turn."""
+    first = await node.upstream(answering(b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\n1"))
+    second = await node.upstream(answering(b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\n2"), "127.0.0.3")
+    node.sandboxes.add("ib", "127.0.0.3")
+    reader, writer = await node.connect()
+    bodies = []
+    for sandbox, port in (("ia", first), ("ib", second), ("", 0), ("igone", 1), ("ia", first)):
+        writer.write(head("GET", "/health", sandbox, port))
+        bodies.append((await read_reply(reader)).body)
+    assert bodies[:3] == [b"1", b"2", b"control /health"]
+    assert b"was not found" in bodies[3]
+    assert bodies[4] == b"1"
