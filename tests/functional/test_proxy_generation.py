@@ -20,6 +20,8 @@ from proxy_harness import (
     running_node,
 )
 
+from aenv.proxy.upstream import Generation
+
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
 __all__ = ["event_loop_policy"]  # a fixture
@@ -265,3 +267,27 @@ async def test_keep_alive_of_the_client_spans_sandboxes(node: Node) -> None:
     assert bodies[:3] == [b"1", b"2", b"control /health"]
     assert b"was not found" in bodies[3]
     assert bodies[4] == b"1"
+
+
+async def test_idle_connections_are_closed_in_time(node: Node) -> None:
+    closed = asyncio.Event()
+
+    async def watching(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await answering(OK)(reader, writer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            closed.set()
+
+    port = await node.upstream(watching)
+    await get(node, port)
+    generation = Generation(node.sandboxes.routes["ia"])
+    connection = await generation.connect(port)
+    connection.begin("GET", b"GET / HTTP/1.1\r\n\r\n", has_body=False)
+    assert (await connection.head(), await connection.read()) == (200, b"ok")
+    generation.give_back(port, connection)
+    now = asyncio.get_running_loop().time()
+    generation.drop_idle(now - 10)
+    assert not generation.unused
+    generation.drop_idle(now + 10)
+    assert generation.unused
+    await asyncio.wait_for(closed.wait(), PATIENCE)

@@ -207,6 +207,7 @@ async def test_endless_heads_are_cut(node: Node) -> None:
         b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nX-A: a\x01b\r\nContent-Length: 0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nX-A: a\r\n folded\r\nContent-Length: 0\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nBad Name: x\r\nContent-Length: 0\r\n\r\n",
         b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\n",
         b"HTTP/1.1 999 Odd\r\nContent-Length: 0\r\n\r\n",
@@ -250,6 +251,21 @@ async def test_malformed_requests_get_json(node: Node) -> None:
         b"CONNECT a:1 HTTP/1.1\r\nHost: a\r\n\r\n",
     ):
         assert (await ask(node, raw)).json["code"] == 400
+
+
+async def test_other_upgrades_are_answered_without(node: Node) -> None:
+    port = await node.upstream(answering(OK, node))
+    reply = await ask(node, head("GET", "/", "ia", port, "Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c"))
+    assert (reply.body, reply.all("connection")) == (b"ok", ["close"])
+    assert b"upgrade" not in node.seen[0].lower()
+
+
+async def test_an_old_client_gets_a_length_and_a_close(node: Node) -> None:
+    port = await node.upstream(answering(OK))
+    reader, writer = await node.connect()
+    writer.write(f"GET /proxy/ia/{port}/ HTTP/1.0\r\n\r\n".encode())
+    assert (await read_reply(reader)).body == b"ok"
+    assert await reader.read() == b""
 
 
 async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

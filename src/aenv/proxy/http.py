@@ -102,6 +102,9 @@ class _Upload:
                 here = (await self._receive())["type"] != "http.disconnect"
         except UpstreamError:
             return  # Whoever waits for the response learns the same.
+        except Exception:
+            self._connection.abort("the client's side failed")
+            raise
         self.client_left = True
         self._connection.abort("the client left")
 

@@ -45,6 +45,10 @@ class HttpProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, "this is not an HTTP/1.1 request: its head could not be parsed")
 
+    def _unsupported_upgrade_warning(self) -> None:
+        # The request is answered without the upgrade; its parser reads nothing after it.
+        self.cycle.keep_alive = False
+
     def _refuse(self, status: int, message: str) -> None:
         if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
             self.transport.abort()  # An answer now would be read as part of the one under way.

@@ -190,10 +190,10 @@ async def join(scope: Scope, receive: Receive, send: Send, request: Request, gen
         sending = asyncio.create_task(upwards.run())
         try:
             async for message in tunnel.messages():
-                await send({"type": "websocket.send", "text" if isinstance(message, str) else "bytes": message})
-        except OSError:
-            upwards.client_left = True  # How servers say that there is no one left to send to.
+                if not upwards.client_left:
+                    await _send(send, message, upwards)
         finally:
+            upwards.stop_waiting()
             sending.cancel()
             await asyncio.wait((sending,))
         if upwards.client_left:
@@ -209,6 +209,14 @@ async def join(scope: Scope, receive: Receive, send: Send, request: Request, gen
         transport.abort() if tunnel.close is None else transport.close()
 
 
+async def _send(send: Send, message: str | bytes, upwards: "_Upwards") -> None:
+    try:
+        await send({"type": "websocket.send", "text" if isinstance(message, str) else "bytes": message})
+    except OSError:
+        # How servers say that the client has left. Whether it closed properly is in what it sent last.
+        upwards.leave()
+
+
 class _Upwards:
     """From the client into the sandbox, the client's close last."""
 
@@ -216,18 +224,32 @@ class _Upwards:
         self.client_left = False
         self._receive = receive
         self._tunnel = tunnel
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def leave(self) -> None:
+        """The client is gone: the sandbox's side has a moment left to close."""
+        self.client_left = True
+        self._tunnel.on_abort = None
+        self.stop_waiting()
+        self._deadline = asyncio.get_running_loop().call_later(CLOSE_DEADLINE, self._tunnel.abort, "the client left")
+
+    def stop_waiting(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
 
     async def run(self) -> None:
         try:
             while (message := await self._receive())["type"] == "websocket.receive":
                 text = message.get("text")
                 await self._tunnel.send(message.get("bytes") or b"" if text is None else text)
-            self.client_left = True
-            self._tunnel.on_abort = None
+            self.leave()
             # A client that closed properly gives a reason, if only an empty one; one that vanished gives none.
-            if message.get("reason") is not None:
+            if message.get("reason") is None:
+                self._tunnel.abort("the client left")
+            else:
                 await self._tunnel.send_close(message.get("code", NO_CODE), message["reason"])
-                await asyncio.sleep(CLOSE_DEADLINE)
-            self._tunnel.abort("the client left")
         except InvalidState:
             return  # The sandbox has closed its side; whoever reads it tells the client.
+        except Exception:
+            self._tunnel.abort("the client's side failed")
+            raise
