@@ -87,8 +87,10 @@ fn source(path: &Path) -> Result<Source, FsError> {
     let (mut file, metadata) = open::read(path)?;
     let failed = |error: io::Error| FsError::io("read", path, &error);
     // One byte more than the size shows the end of an honest file.
-    let expected = usize::try_from(metadata.len()).unwrap_or(usize::MAX).saturating_add(1);
-    let limit = if metadata.len() == 0 { CHUNK } else { expected.min(CHUNK) };
+    let limit = match metadata.len() {
+        0 => CHUNK,
+        size => usize::try_from(size).unwrap_or(CHUNK).min(CHUNK) + 1,
+    };
     let start = read_up_to(&mut file, limit).map_err(failed)?;
     let content = if start.len() < limit {
         Content::Whole(start)
