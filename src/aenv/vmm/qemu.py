@@ -9,7 +9,7 @@ from pathlib import Path
 
 from aenv.config import VmmSettings
 from aenv.errors import AenvError, InsufficientStorage, VmmError
-from aenv.vmm import cgroup
+from aenv.vmm import cgroup, tsc
 from aenv.vmm.accel import Accel
 from aenv.vmm.launch import QMP_SOCKET, Output, Program, find_program, spawn
 from aenv.vmm.process import Found, Process, find, mark, read_mark
@@ -32,6 +32,7 @@ class _Host:
     program: Program
     accel: Accel
     cgroups: cgroup.CgroupSupport
+    tsc_khz: int | None
 
 
 class QemuVmm:
@@ -126,12 +127,14 @@ class QemuVmm:
                     raise VmmError(f"VMMs are started by root, this is uid {os.geteuid()}: run the server as root")
                 accel = await self._prove_accel()
                 program = await asyncio.to_thread(find_program, self._settings.qemu_binary, accel.name)
-                self._host = _Host(program, accel, await asyncio.to_thread(cgroup.probe, self._home))
+                cgroups = await asyncio.to_thread(cgroup.probe, self._home)
+                khz = await asyncio.to_thread(tsc.measure_khz) if accel.name == "tcg" else None
+                self._host = _Host(program, accel, cgroups, khz)
             return self._host
 
     async def _launch(self, host: _Host, spec: VmSpec, output: Output) -> QemuVm:
         """Spawn, and be in charge of the process even if cancelled while the thread is spawning it."""
-        cmdline = self._kernel_cmdline(spec)
+        cmdline = f"{self._kernel_cmdline(spec)} {tsc.kernel_arguments(host.tsc_khz)}".rstrip()
 
         def start() -> int:
             group = cgroup.create(
