@@ -11,13 +11,14 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
 from aenv.config import VmmSettings
 from aenv.errors import VmmError
+from aenv.guest.provision import GuestBundle
 from aenv.vmm.launch import Output, Program, find_program, run_probe
 from aenv.vmm.process import Process
 
@@ -34,22 +35,13 @@ class Accel:
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProbeGuest:
-    """What is booted: kernel, initramfs, and a digest that changes with either."""
-
-    kernel: Path
-    initramfs: Path
-    digest: str
-
-
 class AccelProver:
-    """Decides once per server. `guest` is called only if a trial is needed."""
+    """Decides once per server."""
 
-    def __init__(self, *, home: Path, settings: VmmSettings, guest: Callable[[], ProbeGuest], kvm: Path = _KVM) -> None:
+    def __init__(self, *, home: Path, settings: VmmSettings, bundle: GuestBundle, kvm: Path = _KVM) -> None:
         self._cache = home / "cache" / "accel.json"
         self._settings = settings
-        self._guest = guest
+        self._bundle = bundle
         self._kvm = kvm
         self._lock = asyncio.Lock()
         self._decided: Accel | None = None
@@ -82,14 +74,13 @@ class AccelProver:
 
     async def _remembered_trial(self) -> Accel:
         program = await asyncio.to_thread(find_program, self._settings.qemu_binary, "kvm")
-        guest = await asyncio.to_thread(self._guest)
-        key = {"host": " ".join(os.uname()[2:4]), "qemu": program.version, "guest": guest.digest}
+        key = {"host": " ".join(os.uname()[2:4]), "qemu": program.version, "guest": self._bundle.digest}
         if (known := await asyncio.to_thread(self._read, key)) is not None:
             return known
         # Another process (`aenv doctor` beside a server) may be trying: wait for its answer instead.
         with await asyncio.to_thread(_locked, self._cache.with_suffix(".lock")):
             if (known := await asyncio.to_thread(self._read, key)) is None:
-                known = await try_kvm(program, guest, uid=self._settings.uid_base - 1)
+                known = await try_kvm(program, self._bundle, uid=self._settings.uid_base - 1)
                 await asyncio.to_thread(self._write, key, known)
         return known
 
@@ -108,7 +99,7 @@ class AccelProver:
         temporary.replace(self._cache)
 
 
-async def try_kvm(program: Program, guest: ProbeGuest, *, uid: int, deadline: float = PROBE_DEADLINE) -> Accel:
+async def try_kvm(program: Program, bundle: GuestBundle, *, uid: int, deadline: float = PROBE_DEADLINE) -> Accel:
     """Boot the guest under KVM without a disk: its init finds no root, ends, and the kernel reboots, which ends QEMU.
 
     That takes the kernel through all of its start, and user space into and out of system calls.
@@ -118,7 +109,7 @@ async def try_kvm(program: Program, guest: ProbeGuest, *, uid: int, deadline: fl
     try:
         starting = asyncio.ensure_future(
             asyncio.to_thread(
-                run_probe, program, kernel=guest.kernel, initramfs=guest.initramfs, uid=uid, output=output
+                run_probe, program, kernel=bundle.kernel, initramfs=bundle.initramfs, uid=uid, output=output
             )
         )
         try:

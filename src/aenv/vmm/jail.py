@@ -1,4 +1,4 @@
-"""Shut this process in, then become the VMM. A script, run as root: ``python -I -S jail.py <JSON>`` (`aenv.vmm.launch`).
+"""Shut this process in, then become the VMM. A script for root: ``python -I -S jail.py <JSON>`` (`aenv.vmm.launch`).
 
 When the VMM's first instruction runs it is already an unprivileged user without capabilities, in an empty network
 namespace, and its root holds nothing but what the VMM is made of and the sandbox's own files; all of it read-only

@@ -3,14 +3,17 @@
 import asyncio
 import errno
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from pathlib import Path
 
 from aenv.config import VmmSettings
 from aenv.errors import AenvError, InsufficientStorage, VmmError
-from aenv.vmm import cgroup, tsc
-from aenv.vmm.accel import Accel
+from aenv.guest.cmdline import kernel_cmdline
+from aenv.guest.provision import GuestBundle
+from aenv.guest.tsc import host_tsc_khz
+from aenv.vmm import cgroup
+from aenv.vmm.accel import Accel, AccelProver
 from aenv.vmm.launch import QMP_SOCKET, Output, Program, find_program, spawn
 from aenv.vmm.process import Found, Process, find, mark, read_mark
 from aenv.vmm.protocol import VmHandle, VmmInfo, VmSpec
@@ -36,25 +39,19 @@ class _Host:
 
 
 class QemuVmm:
-    """`Vmm` with QEMU. Needs root, to make the jails.
-
-    `kernel_cmdline` gives a guest's kernel command line; `prove_accel` decides between KVM and emulation
-    (`aenv.vmm.accel.AccelProver.decide`).
-    """
+    """`Vmm` with QEMU. Needs root, to make the jails. `bundle` is what a trial of KVM boots."""
 
     def __init__(
         self,
         *,
         home: Path,
         settings: VmmSettings,
-        kernel_cmdline: Callable[[VmSpec], str],
-        prove_accel: Callable[[], Awaitable[Accel]],
+        bundle: GuestBundle,
         kill_deadline: float = 10.0,
     ) -> None:
         self._home = Path(os.path.realpath(home))
         self._settings = settings
-        self._kernel_cmdline = kernel_cmdline
-        self._prove_accel = prove_accel
+        self._accel = AccelProver(home=self._home, settings=settings, bundle=bundle)
         self._kill_deadline = kill_deadline
         self._host: _Host | None = None
         self._host_lock = asyncio.Lock()
@@ -125,16 +122,16 @@ class QemuVmm:
             if self._host is None:
                 if os.geteuid() != 0:
                     raise VmmError(f"VMMs are started by root, this is uid {os.geteuid()}: run the server as root")
-                accel = await self._prove_accel()
+                accel = await self._accel.decide()
                 program = await asyncio.to_thread(find_program, self._settings.qemu_binary, accel.name)
                 cgroups = await asyncio.to_thread(cgroup.probe, self._home)
-                khz = await asyncio.to_thread(tsc.measure_khz) if accel.name == "tcg" else None
+                khz = await asyncio.to_thread(host_tsc_khz) if accel.name == "tcg" else None
                 self._host = _Host(program, accel, cgroups, khz)
             return self._host
 
     async def _launch(self, host: _Host, spec: VmSpec, output: Output) -> QemuVm:
         """Spawn, and be in charge of the process even if cancelled while the thread is spawning it."""
-        cmdline = f"{self._kernel_cmdline(spec)} {tsc.kernel_arguments(host.tsc_khz)}".rstrip()
+        cmdline = kernel_cmdline(hostname=spec.hostname, accel=host.accel.name, tsc_khz=host.tsc_khz)
 
         def start() -> int:
             group = cgroup.create(
