@@ -1,0 +1,24 @@
+# Every target does its own set-up and only what is missing.
+.PHONY: quickstart test build lint bench lock clean
+
+quickstart: ## from a checkout to a command run in a microVM
+	@scripts/quickstart.sh
+
+test: ## all tests, with real microVMs
+	@scripts/test.sh
+
+build: ## the Python environment and the Rust binaries
+	@scripts/system.sh && scripts/venv.sh && scripts/build.sh
+
+lint: ## static checks
+	@scripts/lint.sh
+
+bench: ## measure the service levels of docs/SPECIFICATION.md against the running server
+	@.venv/bin/aenv bench
+
+lock: ## renew the lock files
+	@scripts/lock.sh
+
+clean: ## what building and testing left in the checkout; not the node's own data
+	rm -rf .venv build rust/target .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
