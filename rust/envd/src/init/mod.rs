@@ -29,7 +29,7 @@ const PORT: u16 = 49983;
 const DEFAULT_USER: &str = "user";
 
 /// Kernel settings, each with its reason. One that this kernel does not have is skipped.
-const SYSCTLS: [(&str, &str); 7] = [
+const SYSCTLS: [(&str, &str); 8] = [
     // Warnings and worse on the console: it is the host's log of the sandbox.
     ("kernel/printk", "4 4 1 7"),
     // Development servers and editors watch whole trees.
@@ -40,6 +40,8 @@ const SYSCTLS: [(&str, &str); 7] = [
     // The sandbox's user may serve on port 80 and ping without being root.
     ("net/ipv4/ip_unprivileged_port_start", "0"),
     ("net/ipv4/ping_group_range", "0 2147483647"),
+    // The slot's network is IPv4; an address the guest gave itself would only lead around its rules. Loopback keeps ::1.
+    ("net/ipv6/conf/eth0/disable_ipv6", "1"),
     // Snapshots count changed pages; write-back soon after a change keeps disk and memory close.
     ("vm/dirty_expire_centisecs", "1000"),
 ];
@@ -85,6 +87,7 @@ fn boot() -> Result<(), BootError> {
     disk::switch_to(&parameters.root)?;
     mounts::userland()?;
     limits::raise_own();
+    report("interface", network::wait_for_interface());
     for (name, value) in SYSCTLS {
         // A kernel without the setting has nothing to set.
         let _ = fs::write(Path::new("/proc/sys").join(name), value);

@@ -20,12 +20,11 @@ const INTERVAL: Duration = Duration::from_millis(5);
 /// Brings both interfaces up, with eth0's address and the default route.
 ///
 /// # Errors
-/// When eth0 does not appear or the kernel refuses a setting.
+/// When the kernel refuses a setting, or there is no eth0 to set.
 pub fn configure(parameters: &Parameters) -> Result<(), BootError> {
     let socket = socket(AddressFamily::Inet, SockType::Datagram, SockFlag::SOCK_CLOEXEC, None)
         .context(|| "opening a socket".into())?;
     up(&socket, "lo").context(|| "bringing lo up".into())?;
-    wait_for_interface()?;
     let address = parameters.address;
     set_address(&socket, libc::SIOCSIFADDR as _, address.ip).context(|| format!("setting the address {address}"))?;
     set_address(&socket, libc::SIOCSIFNETMASK as _, address.netmask())
@@ -35,7 +34,11 @@ pub fn configure(parameters: &Parameters) -> Result<(), BootError> {
         .context(|| format!("adding the default route via {}", parameters.gateway))
 }
 
-fn wait_for_interface() -> Result<(), BootError> {
+/// Waits until eth0 exists.
+///
+/// # Errors
+/// After 5 seconds.
+pub fn wait_for_interface() -> Result<(), BootError> {
     let started = Instant::now();
     while !Path::new("/sys/class/net").join(INTERFACE).exists() {
         if started.elapsed() > DEADLINE {

@@ -6,7 +6,7 @@ use std::path::Path;
 use base64::engine::general_purpose::STANDARD;
 use base64::Engine;
 use hyper::StatusCode;
-use serde::Deserialize;
+use serde::{Deserialize, Deserializer};
 
 use crate::error::HttpError;
 use crate::http::{empty, read_body, Request, Response};
@@ -26,7 +26,8 @@ const GENERATION: &str = "/run/aenv/generation";
 struct Configuration {
     /// Added to the sandbox's variables; a newer value wins.
     env_vars: Option<BTreeMap<String, String>>,
-    /// Empty opens the sandbox.
+    /// Empty or null opens the sandbox; only absence keeps the token.
+    #[serde(deserialize_with = "present")]
     access_token: Option<String>,
     /// The host's time, RFC 3339.
     timestamp: Option<String>,
@@ -43,6 +44,11 @@ struct Configuration {
     sandbox_id: Option<String>,
     #[serde(rename = "templateID")]
     template_id: Option<String>,
+}
+
+/// A field that was sent: null is the same as empty.
+fn present<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<String>, D::Error> {
+    Option::deserialize(deserializer).map(|text: Option<String>| Some(text.unwrap_or_default()))
 }
 
 /// Applies the request's configuration; 204 when all of it is in force.
@@ -159,8 +165,11 @@ mod tests {
         assert_eq!(settings.envs, [("A".into(), "1".into()), ("B".into(), "2".into())].into());
         assert_eq!((settings.access_token.as_deref(), settings.sandbox_id.as_deref()), (Some("t"), Some("i1")));
         assert_eq!((settings.default_user.as_str(), settings.default_workdir), ("root", None));
-        apply_settings(parse(r#"{"accessToken":""}"#), &state);
-        assert_eq!(state.settings().access_token, None);
+        for open in [r#"{"accessToken":""}"#, r#"{"accessToken":null}"#] {
+            state.update(|settings| settings.access_token = Some("t".into()));
+            apply_settings(parse(open), &state);
+            assert_eq!(state.settings().access_token, None, "{open}");
+        }
     }
 
     #[test]
