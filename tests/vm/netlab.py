@@ -139,8 +139,7 @@ class World:
         for address in (WEB, OTHER_WEB, INTERNAL_WEB):
             sock = inside(self.path, lambda address=address: socket.create_server((address, 80)))
             self._servers.append(await asyncio.start_server(self._echo, sock=sock))
-        udp = inside(self.path, lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
-        udp.bind((DNS, 53))
+        udp = self.udp(DNS, 53)
         loop = asyncio.get_running_loop()
         self._dns, _ = await loop.create_datagram_endpoint(lambda: _Zone(self), sock=udp)
 
@@ -172,6 +171,11 @@ class World:
             for link in route.link_lookup(ifname=self._link):
                 route.link("del", index=link)
         namespace.remove(self.path)
+
+    def udp(self, address: str, port: int) -> socket.socket:
+        sock = inside(self.path, lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+        sock.bind((address, port))
+        return sock
 
     async def _echo(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)

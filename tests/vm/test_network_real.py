@@ -13,6 +13,7 @@ from pathlib import Path
 import dns.rcode
 import pytest
 from pyroute2 import IPRoute
+from pyroute2.netlink.nfnetlink.nfctsocket import NFCTAttrTuple, NFCTSocket
 
 from aenv.config import NetworkSettings, Settings
 from aenv.errors import BadRequest, NetworkError, TooManyRequests
@@ -22,7 +23,7 @@ from aenv.network.pool import SlotPool
 from aenv.network.protocol import EgressPolicy, Slot
 
 sys.path.insert(0, str(Path(__file__).parent))
-from netlab import DNS, HOST_SIDE, INTERNAL_WEB, INTERNET, OTHER_WEB, WEB, Guest, World
+from netlab import DNS, HOST_SIDE, INTERNAL_WEB, INTERNET, OTHER_WEB, WEB, Guest, World, inside
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="makes network namespaces: needs root")
 
@@ -85,6 +86,10 @@ async def answers(sock: socket.socket) -> bool:
         return await exchange(sock) == b"x"
     except (OSError, TimeoutError):
         return False
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 Footprint = tuple[list[str], list[str], bool]
@@ -266,6 +271,49 @@ async def test_a_live_change_ends_open_connections(
                 await exchange(sock)
 
 
+async def test_a_live_change_also_stops_what_streams_in(world: World, pool: SlotPool) -> None:
+    slot, loop = await pool.acquire(EgressPolicy()), asyncio.get_running_loop()
+    async with guest_in(slot) as guest:
+        with guest.udp() as inner, world.udp(WEB, 9999) as outer:
+            inner.connect((WEB, 9999))
+            async with asyncio.timeout(5):
+                await loop.sock_sendall(inner, b"subscribe")
+                _, peer = await loop.sock_recvfrom(outer, 100)
+                await loop.sock_sendto(outer, b"one", peer)
+                assert await loop.sock_recv(inner, 100) == b"one"
+            await pool.apply(slot, EgressPolicy(deny_out=(WEB,)))
+            await loop.sock_sendto(outer, b"two", peer)
+            await pool.apply(slot, EgressPolicy())
+            await loop.sock_sendto(outer, b"three", peer)
+            async with asyncio.timeout(5):
+                assert await loop.sock_recv(inner, 100) == b"three"
+
+
+async def test_a_vmm_that_was_taken_over_reaches_nothing(world: World, pool: SlotPool) -> None:
+    slot = await pool.acquire(EgressPolicy())
+    async with guest_in(slot) as guest:
+        assert await guest.reaches(WEB, 80)
+        # What it may do it does from the slot's own namespace, with the slot's address.
+        with inside(slot.netns, lambda: socket.socket()) as sock, pytest.raises((OSError, TimeoutError)):
+            async with asyncio.timeout(1.5):
+                await asyncio.get_running_loop().sock_connect(sock, (WEB, 80))
+
+
+async def test_connections_are_forgotten_with_the_slot(world: World, pool: SlotPool) -> None:
+    def tracked() -> int:
+        with NFCTSocket() as conntrack:
+            flows = conntrack.dump(tuple_orig=NFCTAttrTuple(saddr=slot.address))
+            return len(list(flows))
+
+    slot = await pool.acquire(EgressPolicy())
+    async with guest_in(slot) as guest:
+        with await guest.connect(WEB, 80) as sock:
+            assert await answers(sock)
+            assert await asyncio.to_thread(tracked) == 1
+            await pool.release(slot)
+            assert await asyncio.to_thread(tracked) == 0
+
+
 async def test_a_connection_outlives_the_address_s_time(world: World, pool: SlotPool) -> None:
     world.zone["api.example.com"] = (1, [WEB])
     slot = await pool.acquire(EgressPolicy(deny_out=(ALL,), allow_out=("api.example.com",)))
@@ -340,7 +388,7 @@ async def test_a_cancelled_acquire_leaks_nothing(tmp_path: Path) -> None:
 
 
 async def test_500_cycles_leave_nothing(tmp_path: Path) -> None:
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    before = descriptors()
     async with running(settings(tmp_path, pool_size=4)) as pool:
 
         async def cycle(times: int) -> None:
@@ -351,7 +399,7 @@ async def test_500_cycles_leave_nothing(tmp_path: Path) -> None:
         async with asyncio.TaskGroup() as group:
             for _ in range(5):
                 group.create_task(cycle(100))
-        assert len(list(Path("/proc/self/fd").iterdir())) < before + 30
+        assert descriptors() < before + 30
     assert await footprint(pool._layout) == ([], [], False)
 
 
@@ -387,6 +435,32 @@ async def test_after_kill_9_slots_are_adopted_or_removed(world: World, tmp_path:
             assert await guest.reaches(WEB, 80)  # the policy given at start is in force, not the old one
             assert (await guest.resolve("api.example.com")).answer
     assert await footprint(layout) == ([], [], False)
+
+
+async def test_half_made_slots_are_removed(tmp_path: Path) -> None:
+    layout = Layout.of(settings(tmp_path))
+
+    def die_half_way() -> None:
+        layout.netns(3).touch()  # a name without a namespace: killed before the mount
+        with IPRoute() as route:  # a link without a namespace: its name was removed, then the server died
+            route.link("add", ifname=layout.link(4), kind="veth", peer={"ifname": f"{layout.link(4)[4:]}p"})
+
+    await asyncio.to_thread(die_half_way)
+    async with running(settings(tmp_path, pool_size=0)):
+        assert (await footprint(layout))[:2] == ([], [])
+
+
+async def test_a_slot_of_another_cidr_is_not_adopted(tmp_path: Path) -> None:
+    first = SlotPool(settings(tmp_path))
+    await first.start({})
+    slot = await first.acquire(EgressPolicy())
+    await first.aclose()
+    moved = settings(tmp_path, cidr="10.216.0.0/24")
+    async with running(moved, **{str(slot.index): EgressPolicy(), "5000": EgressPolicy()}) as pool:
+        for index in (slot.index, 5000):
+            with pytest.raises(NetworkError, match="adopted"):
+                pool.adopted(index)
+    assert await footprint(first._layout) == ([], [], False)
 
 
 async def test_aclose_keeps_slots_in_use(world: World, tmp_path: Path) -> None:

@@ -78,6 +78,9 @@ class SlotPool:
         if found.removed:
             log.info("removed network slots left behind by an earlier server", slots=len(found.removed))
         for index, policy in policies.items():
+            if not 0 <= index < self._layout.size:
+                log.error("a network slot in use is outside network.cidr", slot=index, slots=self._layout.size)
+                continue
             try:
                 sockets = await self._in(self._changes, self._slots.adopt, index, policy)
                 await self._resolver.serve(index, sockets, policy)

@@ -11,6 +11,7 @@ from ipaddress import IPv4Address
 from typing import Any
 
 import structlog
+from dns.exception import DNSException
 from dns.message import Message
 
 from aenv.errors import NetworkError
@@ -85,7 +86,7 @@ class Resolver:
                 if result.addresses and result.mark:
                     await service.open(result.addresses, result.mark, self._opener)
                 return result.reply
-        except (NetworkError, TimeoutError) as error:
+        except (NetworkError, DNSException, TimeoutError) as error:
             log.debug("sandbox DNS question failed", slot=service.index, name=verdict.name, error=str(error))
             return names.failure(verdict).reply
 

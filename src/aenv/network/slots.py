@@ -110,8 +110,10 @@ class Slots:
         """Take over slot `index` of a previous server and put `policy` in force. Raises NetworkError."""
         with _mapped(f"adopt network slot {index}"), namespace.inside(self._layout.netns(index)):
             with IPRoute() as slot:
-                for link in (TAP, UPLINK):
-                    _link_index(slot, link)
+                _link_index(slot, TAP)
+                address = str(self._layout.slot_address(index))
+                if not list(slot.get_addr(index=_link_index(slot, UPLINK), address=address)):
+                    raise NetworkError(f"it does not have the address {address}; was network.cidr changed?")
             nft.apply(rules.slot_ruleset(self._layout, index, self._internal, policy, fresh=False))
             return SlotSockets(*namespace.listening_sockets(GATEWAY_ADDRESS, DNS_PORT))
 
