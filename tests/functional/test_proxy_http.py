@@ -338,6 +338,22 @@ async def test_an_answer_before_the_end_of_the_body(node: Node) -> None:
     assert (await read_reply(reader)).body == b"control /health"
 
 
+async def test_a_body_that_breaks_its_framing_is_refused_and_cancelled(node: Node) -> None:
+    cancelled = asyncio.Event()
+
+    async def waiting(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            node.seen.append(await reader.read())
+        cancelled.set()
+
+    port = await node.upstream(waiting)
+    reader, writer = await node.connect()
+    writer.write(head("POST", "/", "ia", port, "Transfer-Encoding: chunked") + b"2\r\nok\r\nnonsense\r\n")
+    assert (await read_reply(reader)).json["code"] == 400
+    await asyncio.wait_for(cancelled.wait(), PATIENCE)
+    assert not any(raw.endswith(b"0\r\n\r\n") for raw in node.seen)  # the sandbox never saw that body end
+
+
 async def test_two_hundred_streams_at_once(node: Node) -> None:
     """Server-sent events: each reaches its client before the next is sent, for all of them."""
     release = asyncio.Event()

@@ -5,6 +5,8 @@ import hashlib
 from urllib.parse import quote
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from aenv.errors import BadRequest
 from aenv.proxy.headers import Framing, Request, forwarded, framing, request_head, response_headers
@@ -185,6 +187,43 @@ def test_a_preflight_for_routing_headers_is_answered_without_a_sandbox() -> None
     assert to(b"/files", asked, method="OPTIONS") == Preflight(asked[1])
     assert to(b"/files", (b"access-control-request-headers", b"x-api-key"), method="OPTIONS") is None
     assert to(b"/proxy/ia/1/", asked, method="OPTIONS") == SandboxTarget("ia", 1, b"/", b"/proxy/ia/1")
+
+
+_BYTES = st.binary(max_size=40)
+_TEXT = st.from_regex(rb"[a-z0-9A-Z./:%_-]{0,30}", fullmatch=True)
+_NAMES = st.sampled_from(
+    [
+        b"host",
+        b"e2b-sandbox-id",
+        b"e2b-sandbox-port",
+        b"x-agentenv-sandbox-id",
+        b"x-agentenv-sandbox-port",
+        b"x-api-key",
+    ]
+)
+
+
+@given(
+    method=st.sampled_from(["GET", "POST", "OPTIONS"]),
+    path=st.one_of(_BYTES, _TEXT.map(lambda text: b"/proxy/" + text), st.just(b"/files")),
+    query=st.one_of(_BYTES, _BYTES.map(lambda raw: b"path=%b&signature=%b" % (raw, raw))),
+    headers=st.lists(st.tuples(_NAMES, st.one_of(_BYTES, _TEXT)), max_size=5),
+)
+def test_any_input_is_decided_or_refused(
+    method: str, path: bytes, query: bytes, headers: list[tuple[bytes, bytes]]
+) -> None:
+    try:
+        target = decide(method, path, query, headers)
+    except BadRequest:
+        return
+    if isinstance(target, SandboxTarget):
+        assert 1 <= target.port <= 65535
+        assert target.sandbox_id.isascii()
+        assert target.sandbox_id.isalnum()
+        assert target.prefix + target.path in (path, path + b"/")
+        assert target.internal in (True, False)
+    elif isinstance(target, SignedFile):
+        assert not target.matches("token")
 
 
 def request(*headers: tuple[bytes, bytes], **changes: object) -> Request:

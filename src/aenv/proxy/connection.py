@@ -1,8 +1,9 @@
 """One HTTP/1.1 connection into a sandbox. What comes from the other end is hostile: everything kept of it is bounded.
 
-Beside aiohttp's client this one is twice as fast and decides three things that one leaves to its library: which
-connection a request that must not run twice may use, what a stream looks like when its sandbox ends, and how much
-of an endless header is read. The parsing is llhttp's in both.
+Why not an HTTP library's client: measured beside aiohttp's it costs the same processor time, routing included, and three
+things are decided here that a library keeps to itself: which connection a request that must not run twice may take,
+that a body read until its connection closes is cut short, not complete, when its sandbox ends, and how much of an endless
+head or trailer is read. The parser is llhttp, as there.
 """
 
 import asyncio
