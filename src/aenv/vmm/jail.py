@@ -66,7 +66,10 @@ def open_tap(netns: str, tap: str) -> None:
     _call("setns", namespace, _CLONE_NEWNET)
     os.close(namespace)
     device = os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC)
-    fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", tap.encode(), _IFF_TAP | _IFF_NO_PI | _IFF_VNET_HDR))
+    try:
+        fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", tap.encode(), _IFF_TAP | _IFF_NO_PI | _IFF_VNET_HDR))
+    except OSError as error:
+        raise OSError(error.errno, f"opening the tap {tap} of {netns}: {error.strerror}") from None
     if device != TAP_FD:
         os.dup2(device, TAP_FD)
         os.close(device)

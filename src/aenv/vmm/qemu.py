@@ -72,12 +72,10 @@ class QemuVmm:
             if vm is not None:
                 await _finish(vm.kill())
             output.close()
-            # What the VMM printed says more than what we saw of it.
-            said = output.tail()
-            if isinstance(error, AenvError):
-                if isinstance(error, VmmError) and said:
-                    raise VmmError(f"the VMM of {spec.sandbox_id} did not start: {error.message}: {said}") from error
-                raise
+            if isinstance(error, VmmError):
+                # What the VMM printed says more than how we noticed.
+                said = output.tail() or error.message
+                raise VmmError(f"the VMM of {spec.sandbox_id} did not start: {said}") from error
             if isinstance(error, OSError):
                 if error.errno in (errno.ENOSPC, errno.EDQUOT):
                     raise InsufficientStorage(f"no space to start a VMM in {spec.directory}: {error}") from error

@@ -71,7 +71,7 @@ class QemuVm:
             await asyncio.gather(connecting, ending, return_exceptions=True)
             if self._qmp is None and not connecting.cancelled() and connecting.exception() is None:
                 await connecting.result().aclose()
-        self._qmp.closed.add_done_callback(lambda closed: self._die(f"the VMM is out of control: {closed.result()}"))
+        self._qmp.closed.add_done_callback(lambda _: self._attention.set())
         status = await self._qmp.execute("query-status", deadline=deadline)
         state = status.get("status") if isinstance(status, dict) else None
         if state != "running":
@@ -157,11 +157,16 @@ class QemuVm:
         self._exit.set_result(VmExit(self._process.status, detail))
 
     async def _check(self) -> None:
-        """The virtual CPUs have stopped: because somebody asked for it, or for good?"""
+        """The virtual CPUs have stopped: because somebody asked for it, or for good? Or the connection is gone."""
         assert self._qmp is not None, "events come from a connection"
         try:
             status = await self._qmp.execute("query-status")
         except AenvError as error:
+            # The connection of a VMM that dies goes first; then its end says more.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_WORDS_DEADLINE):
+                    await self._process.wait()
+                    return
             self._die(f"the VMM is out of control: {error}")
             return
         if isinstance(status, dict) and (reason := _DEAD_STATES.get(str(status.get("status")))):

@@ -1,0 +1,108 @@
+"""A stand-in for a guest's daemon, inside this process: the part of envd that the control plane relies on.
+
+It listens where the host would reach the guest. `/health`, `/init`, `/metrics`, `/envs` and `/shutdown` behave as
+envd's; any other path answers with an echo of the request, to test what passes through the proxy.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from aiohttp import web
+
+ENVD_PORT = 49983
+
+_TEXTS = ("accessToken", "defaultUser", "defaultWorkdir", "hostname", "generation", "lifecycleID", "timestamp")
+
+
+class FakeGuest:
+    """`inits` holds the bodies of all accepted `/init` calls, oldest first. `on_shutdown` is called by `/shutdown`."""
+
+    def __init__(self, address: str, on_shutdown: Callable[[], None]) -> None:
+        self.address = address
+        self.inits: list[dict[str, Any]] = []
+        self._on_shutdown = on_shutdown
+        self._runner: web.AppRunner | None = None
+
+    @property
+    def access_token(self) -> str | None:
+        return self.inits[-1].get("accessToken") if self.inits else None
+
+    async def start(self) -> None:
+        """Listen. Raises OSError."""
+        app = web.Application(client_max_size=1 << 20)
+        app.router.add_get("/health", self._health)
+        app.router.add_post("/init", self._init)
+        app.router.add_post("/shutdown", self._shutdown)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/envs", self._envs)
+        app.router.add_route("*", "/{path:.*}", self._echo)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0)
+        try:
+            await runner.setup()
+            await web.TCPSite(runner, self.address, ENVD_PORT, reuse_address=True).start()
+        except BaseException:
+            await runner.cleanup()
+            raise
+        self._runner = runner
+
+    async def stop(self) -> None:
+        """Cut all connections. Idempotent."""
+        runner, self._runner = self._runner, None
+        if runner is None:
+            return
+        server = runner.server
+        if server is not None:
+            # As when a machine vanishes: what is open breaks off, nothing is completed.
+            for connection in list(server.connections):
+                if connection.transport is not None:
+                    connection.transport.abort()
+        await runner.cleanup()
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response(status=204)
+
+    async def _init(self, request: web.Request) -> web.Response:
+        try:
+            body = await request.json()
+        except ValueError as error:
+            return _error(400, f"the body is not JSON: {error}")
+        if not isinstance(body, dict):
+            return _error(400, "the body is not an object")
+        for key in _TEXTS:
+            if not isinstance(body.get(key), str | None):
+                return _error(400, f"{key} must be a string")
+        variables = body.get("envVars") or {}
+        if not isinstance(variables, dict) or not all(isinstance(value, str) for value in variables.values()):
+            return _error(400, "envVars must be an object of strings")
+        self.inits.append(body)
+        return web.Response(status=204)
+
+    async def _shutdown(self, _: web.Request) -> web.Response:
+        # After the answer is out, as a machine that powers off.
+        asyncio.get_running_loop().call_soon(self._on_shutdown)
+        return web.Response(status=204)
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        mib = 1 << 20
+        figures = {"cpu_count": 2, "cpu_used_pct": 1.5, "mem_total": 512 * mib, "mem_used": 64 * mib}
+        sizes = {"mem_total_mib": 512, "mem_used_mib": 64, "mem_cache": mib, "disk_used": mib, "disk_total": 1024 * mib}
+        return self._refused(request) or web.json_response({"ts": 1, **figures, **sizes})
+
+    async def _envs(self, request: web.Request) -> web.Response:
+        variables = self.inits[-1].get("envVars") if self.inits else None
+        return self._refused(request) or web.json_response(variables or {})
+
+    async def _echo(self, request: web.Request) -> web.Response:
+        body = await request.text()
+        headers = {name.lower(): value for name, value in request.headers.items()}
+        return web.json_response({"method": request.method, "path": request.raw_path, "headers": headers, "body": body})
+
+    def _refused(self, request: web.Request) -> web.Response | None:
+        if self.access_token is None or request.headers.get("X-Access-Token") == self.access_token:
+            return None
+        return _error(401, "unauthorized access, please provide a valid access token or method signing if supported")
+
+
+def _error(status: int, message: str) -> web.Response:
+    return web.json_response({"code": status, "message": message}, status=status)
