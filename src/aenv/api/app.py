@@ -41,5 +41,5 @@ def create_app(
     app.include_router(template_routes.router(templates))
     # In front of the sandboxes: `/sandboxes/metrics` is not a sandbox of that name.
     app.include_router(later.router())
-    app.include_router(sandbox_routes.router(sandboxes, templates, settings))
+    app.include_router(sandbox_routes.router(sandboxes, settings))
     return app

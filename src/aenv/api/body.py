@@ -17,16 +17,17 @@ READ_DEADLINE = 30.0
 
 
 class Bodies:
-    """Makes the dependencies that turn a request's body into a model. `limit` in bytes."""
+    """Makes the dependencies that turn a request's body into a model. `limit` in bytes, `deadline` in seconds."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, *, deadline: float = READ_DEADLINE) -> None:
         self._limit = limit
+        self._deadline = deadline
 
     def required(self, model: type[Model]) -> Callable[[Request], Awaitable[Model]]:
         """The dependency raises BadRequest and PayloadTooLarge."""
 
         async def read(request: Request) -> Model:
-            return _parse(model, await _read(request, self._limit))
+            return _parse(model, await self._read(request))
 
         return read
 
@@ -34,9 +35,25 @@ class Bodies:
         """As `required`; no body at all stands for ``{}``."""
 
         async def read(request: Request) -> Model:
-            return _parse(model, await _read(request, self._limit) or b"{}")
+            return _parse(model, await self._read(request) or b"{}")
 
         return read
+
+    async def _read(self, request: Request) -> bytes:
+        too_large = PayloadTooLarge(f"The body is larger than the limit of {self._limit} bytes")
+        declared = request.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared[:20]) > self._limit:
+            raise too_large
+        data = bytearray()
+        try:
+            async with asyncio.timeout(self._deadline):
+                async for chunk in request.stream():
+                    data += chunk
+                    if len(data) > self._limit:
+                        raise too_large
+        except TimeoutError:
+            raise BadRequest(f"The body did not arrive within {self._deadline:g} s") from None
+        return bytes(data)
 
 
 def documented(model: type[BaseModel], *, required: bool = True) -> dict[str, Any]:
@@ -51,20 +68,3 @@ def _parse(model: type[Model], data: bytes) -> Model:
         return model.model_validate_json(data)
     except ValidationError as error:
         raise BadRequest(explain(error.errors(include_url=False))) from None
-
-
-async def _read(request: Request, limit: int) -> bytes:
-    too_large = PayloadTooLarge(f"The body is larger than the limit of {limit} bytes")
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > limit:
-        raise too_large
-    data = bytearray()
-    try:
-        async with asyncio.timeout(READ_DEADLINE):
-            async for chunk in request.stream():
-                data += chunk
-                if len(data) > limit:
-                    raise too_large
-    except TimeoutError:
-        raise BadRequest(f"The body did not arrive within {READ_DEADLINE:.0f} s") from None
-    return bytes(data)

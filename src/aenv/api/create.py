@@ -83,21 +83,24 @@ def _check_env_vars(values: Mapping[str, str]) -> None:
 
 
 def _check_lifecycle(body: NewSandboxV2) -> None:
-    auto_resume = body.autoResume is not None and body.autoResume.enabled
     if body.autoPauseMemory is False:
         if not body.autoPause:
             raise BadRequest("autoPauseMemory: false needs autoPause: true; without it nothing is paused")
-        if auto_resume:
+        if _auto_resume(body):
             raise BadRequest(
                 "autoPauseMemory: false excludes autoResume: a file-system-only pause cannot resume by itself"
             )
-    if body.autoPause or auto_resume:
-        raise NotYetAvailable(
-            "pausing is not available yet: create the sandbox without autoPause and autoResume, with a longer timeout"
-        )
+
+
+def _auto_resume(body: NewSandboxV2) -> bool:
+    return body.autoResume is not None and body.autoResume.enabled
 
 
 def _check_available(body: NewSandboxV2) -> None:
+    if body.autoPause or _auto_resume(body):
+        raise NotYetAvailable(
+            "pausing is not available yet: create the sandbox without autoPause and autoResume, with a longer timeout"
+        )
     for field, what in (
         ("volumeMounts", "volumes are"),
         ("iam", "identity tokens (iam) are"),

@@ -100,6 +100,6 @@ def router() -> APIRouter:
 
 def _refusal(what: str, endpoint: str) -> Callable[[], Awaitable[None]]:
     async def refuse() -> NoReturn:
-        raise NotYetAvailable(f"{what} is not available yet in this version ({endpoint})")
+        raise NotYetAvailable(f"Not available yet in this version: {what} ({endpoint})")
 
     return refuse

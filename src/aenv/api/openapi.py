@@ -1,5 +1,6 @@
 """The OpenAPI document: what FastAPI derives, plus what it cannot see (our bodies, the key), minus its own 422."""
 
+import re
 from http import HTTPStatus
 from typing import Any
 
@@ -12,11 +13,21 @@ from aenv.api.wire import REQUESTS, Error
 
 SECURITY_SCHEME = "ApiKeyAuth"
 _OPEN = ("/health",)
+_PARAMETER = re.compile(r"{(\w+)}")
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """`responses` of a route: each status with the one error model."""
     return {status: {"model": Error, "description": HTTPStatus(status).phrase} for status in statuses}
+
+
+def headers(**descriptions: str) -> dict[int | str, dict[str, Any]]:
+    """`responses` of a route whose success carries headers; an underscore in a name stands for a dash."""
+    described = {
+        name.replace("_", "-"): {"description": text, "schema": {"type": "string"}}
+        for name, text in descriptions.items()
+    }
+    return {200: {"headers": described}}
 
 
 def operation_id(route: APIRoute) -> str:
@@ -52,9 +63,19 @@ def _complete(document: dict[str, Any]) -> dict[str, Any]:
     document["security"] = [{SECURITY_SCHEME: []}]
     for path, operations in document["paths"].items():
         for operation in operations.values():
+            _declare_path_parameters(path, operation)
             responses = operation["responses"]
             responses.pop("422", None)  # A wrong value is 400 here.
             if path in _OPEN:
                 operation["security"] = []
                 responses.pop("401", None)
     return document
+
+
+def _declare_path_parameters(path: str, operation: dict[str, Any]) -> None:
+    """Routes that refuse whatever is asked take no arguments; their paths have parameters all the same."""
+    parameters = operation.setdefault("parameters", [])
+    declared = {parameter["name"] for parameter in parameters if parameter["in"] == "path"}
+    for name in _PARAMETER.findall(path):
+        if name not in declared:
+            parameters.append({"name": name, "in": "path", "required": True, "schema": {"type": "string"}})

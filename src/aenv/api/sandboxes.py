@@ -7,9 +7,9 @@ from fastapi import APIRouter, Depends, Header, Query, Response
 
 from aenv.api import create, listing
 from aenv.api.body import Bodies, documented
-from aenv.api.openapi import errors
+from aenv.api.openapi import errors, headers
 from aenv.api.paths import SandboxId
-from aenv.api.templates import Limit, NextToken, Templates
+from aenv.api.templates import Limit, NextToken
 from aenv.api.wire import (
     CLIENT_ID,
     ConnectSandbox,
@@ -23,7 +23,7 @@ from aenv.api.wire import (
     SandboxTimeoutRequest,
 )
 from aenv.config import Settings
-from aenv.errors import BadRequest, NotFound, NotYetAvailable
+from aenv.errors import BadRequest, NotYetAvailable
 from aenv.orchestrator import models
 from aenv.orchestrator.models import ListQuery, State
 from aenv.orchestrator.protocol import Sandboxes
@@ -37,7 +37,7 @@ Metadata = Annotated[
 ]
 
 
-def router(sandboxes: Sandboxes, templates: Templates, settings: Settings) -> APIRouter:
+def router(sandboxes: Sandboxes, settings: Settings) -> APIRouter:
     routes = APIRouter(tags=["sandboxes"])
     bodies = Bodies(settings.api.max_body_bytes)
     limits = settings.orchestrator
@@ -69,7 +69,12 @@ def router(sandboxes: Sandboxes, templates: Templates, settings: Settings) -> AP
         spec = create.spec(body, default_timeout=create.DEFAULT_TIMEOUT_V1, limits=limits)
         return _sandbox(await sandboxes.create(spec), domain)
 
-    @routes.get("/v2/sandboxes", summary="Sandboxes, in pages", responses=errors(400))
+    @routes.get(
+        "/v2/sandboxes",
+        summary="Sandboxes, in pages",
+        responses=errors(400)
+        | headers(X_Next_Token="Only when there is another page.", X_Total_Running="Of all pages."),
+    )
     async def list_v2(
         response: Response,
         metadata: Metadata = None,
@@ -84,7 +89,7 @@ def router(sandboxes: Sandboxes, templates: Templates, settings: Settings) -> AP
             ListQuery(
                 states=listing.states(state),
                 metadata=listing.metadata(metadata),
-                template=_template_id(templates, template) if template else None,
+                template=template or None,
                 started_after=listing.started_after(started_after),
                 descending=order == "desc",
                 limit=limit,
@@ -165,14 +170,6 @@ def router(sandboxes: Sandboxes, templates: Templates, settings: Settings) -> AP
         return await connect(sandbox_id, body.timeout)
 
     return routes
-
-
-def _template_id(templates: Templates, identifier: str) -> str:
-    """The id behind a name. What resolves to nothing stays: sandboxes of a removed template are still listed."""
-    try:
-        return templates.resolve(identifier).id
-    except (NotFound, BadRequest):
-        return identifier
 
 
 def _all_running(sandboxes: Sandboxes, metadata: dict[str, str]) -> Iterator[models.Sandbox]:

@@ -5,7 +5,7 @@ from typing import Annotated, Protocol
 from fastapi import APIRouter, Query, Response
 
 from aenv.api import listing
-from aenv.api.openapi import errors
+from aenv.api.openapi import errors, headers
 from aenv.api.paths import Segment
 from aenv.api.wire import Template, TemplateAliasResponse, TemplateBuild, TemplateWithBuilds
 from aenv.templates import models
@@ -36,7 +36,11 @@ def router(templates: Templates) -> APIRouter:
     async def list_all(team_id: TeamId = None) -> list[Template]:
         return [_template(template) for template in templates.list()]
 
-    @routes.get("/v2/templates", summary="Templates, in pages", responses=errors(400))
+    @routes.get(
+        "/v2/templates",
+        summary="Templates, in pages",
+        responses=errors(400) | headers(X_Next_Token="Only when there is another page."),
+    )
     async def list_page(
         response: Response, team_id: TeamId = None, limit: Limit = listing.MAX_LIMIT, next_token: NextToken = None
     ) -> list[Template]:

@@ -7,7 +7,7 @@ is optional. Answers are typed dicts: a key that has nothing to say is left out.
 from datetime import datetime
 from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 from typing_extensions import TypedDict  # pydantic needs this one rather than typing's before Python 3.12
 
 CLIENT_ID = "aenv"
@@ -29,7 +29,7 @@ StringMap = Annotated[
 ]
 
 
-Strings = Annotated[list[str], FailFast()]
+Strings = Annotated[list[str], Field(fail_fast=True)]
 
 
 class _Request(BaseModel):
@@ -52,7 +52,7 @@ class SandboxNetworkConfig(_Request):
     dnsServers: Strings | None = None
     egressProxy: dict[str, Any] | None = None
     maskRequestHost: str | None = None
-    httpsPorts: Annotated[list[int], FailFast()] | None = None
+    httpsPorts: Annotated[list[int], Field(fail_fast=True)] | None = None
     rules: dict[str, Any] | None = None
 
 
@@ -68,7 +68,7 @@ class NewSandboxV2(_Request):
     envVars: StringMap | None = None
     mcp: dict[str, Any] | None = None
     iam: dict[str, Any] | None = None
-    volumeMounts: Annotated[list[SandboxVolumeMount], FailFast()] | None = None
+    volumeMounts: Annotated[list[SandboxVolumeMount], Field(fail_fast=True)] | None = None
 
 
 class NewSandbox(NewSandboxV2):
