@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aenv.config import VmmSettings
-from aenv.errors import AenvError, InsufficientStorage, VmmError
+from aenv.errors import InsufficientStorage, VmmError
 from aenv.guest.cmdline import kernel_cmdline
 from aenv.guest.provision import GuestBundle
 from aenv.guest.tsc import host_tsc_khz
