@@ -6,12 +6,14 @@ the product's: it writes and reads the wire format itself, malformed on purpose 
 
 import asyncio
 import base64
+import fcntl
 import getpass
 import json
 import os
 import signal
 import socket
 import struct
+import tempfile
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -26,6 +28,8 @@ DEFAULT_BINARY = REPOSITORY / "rust/target/x86_64-unknown-linux-gnu/release/envd
 
 STREAM_TYPE = "application/connect+json"
 MESSAGE, END_STREAM = 0x00, 0x02
+
+SDK_PORT = 49983
 
 START_DEADLINE = 10.0
 """Seconds until a started daemon must answer /health."""
@@ -45,6 +49,15 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+@asynccontextmanager
+async def sdk_port() -> AsyncIterator[int]:
+    """The port the SDKs use in debug mode, held by one test of this machine at a time."""
+    with (Path(tempfile.gettempdir()) / "aenv-envd-49983.lock").open("w") as lock:
+        # The thread ends with the lock's owner, which every test's timeout bounds.
+        await asyncio.to_thread(fcntl.flock, lock, fcntl.LOCK_EX)
+        yield SDK_PORT
 
 
 @asynccontextmanager
@@ -89,7 +102,7 @@ class Result:
     """What a Start or Connect stream delivered."""
 
     pid: int = 0
-    output: dict[str, bytes] = field(default_factory=lambda: {"stdout": b"", "stderr": b"", "pty": b""})
+    output: dict[str, bytearray] = field(default_factory=lambda: {k: bytearray() for k in ("stdout", "stderr", "pty")})
     chunks: list[int] = field(default_factory=list)
     keepalives: int = 0
     end: dict[str, Any] | None = None
@@ -98,7 +111,7 @@ class Result:
 
     @property
     def stdout(self) -> bytes:
-        return self.output["stdout"]
+        return bytes(self.output["stdout"])
 
     @property
     def exit_code(self) -> int | None:
@@ -135,7 +148,7 @@ class Stream:
         self.response = response
         self.result = Result()
         self._bytes = response.aiter_raw()
-        self._buffer = b""
+        self._buffer = bytearray()
 
     async def step(self) -> bool:
         """Reads one envelope; False at the end of the body."""
@@ -147,7 +160,7 @@ class Stream:
                 return False
         length = struct.unpack_from(">BI", self._buffer)[1]
         flags, message = self._buffer[0], json.loads(self._buffer[5 : 5 + length])
-        self._buffer = self._buffer[5 + length :]
+        del self._buffer[: 5 + length]
         self.result.add(flags, message)
         return True
 

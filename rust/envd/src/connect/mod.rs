@@ -90,6 +90,10 @@ where
 /// Decodes one JSON message; an empty body is an empty message.
 fn decode<I: DeserializeOwned>(bytes: &[u8]) -> Result<I, RpcError> {
     let bytes = if bytes.is_empty() { b"{}" } else { bytes };
+    // serde would also take an array of the fields in order.
+    if bytes.trim_ascii_start().first() != Some(&b'{') {
+        return Err(RpcError::invalid_argument("cannot decode the request message: it is not a JSON object"));
+    }
     serde_json::from_slice(bytes)
         .map_err(|error| RpcError::invalid_argument(format!("cannot decode the request message: {error}")))
 }

@@ -1,0 +1,235 @@
+"""envd's plain HTTP surface, the Connect protocol's edges, and hostile input."""
+
+import asyncio
+import socket
+import struct
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+from envd_fixture import STREAM_TYPE, Envd, frame, frames, running_envd, start_message
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest_asyncio.fixture
+async def envd() -> AsyncIterator[Envd]:
+    async with running_envd() as daemon:
+        yield daemon
+
+
+async def init(envd: Envd, **fields: Any) -> httpx.Response:
+    return await envd.http.post("/init", json=fields)
+
+
+async def test_health_needs_no_token(envd: Envd) -> None:
+    assert (await init(envd, accessToken="secret")).status_code == 204
+    response = await envd.http.get("/health")
+    assert (response.status_code, response.content) == (204, b"")
+
+
+async def test_everything_else_needs_the_token(envd: Envd) -> None:
+    await init(envd, accessToken="secret")
+    for method, path in [
+        ("GET", "/envs"),
+        ("GET", "/metrics"),
+        ("GET", "/nothing"),
+        ("POST", "/process.Process/List"),
+        ("POST", "/filesystem.Filesystem/Stat"),
+    ]:
+        for headers in ({}, {"x-access-token": "wrong!"}):
+            response = await envd.http.request(method, path, json={}, headers=headers)
+            assert response.status_code == 401, path
+            assert response.json() == {
+                "code": 401,
+                "message": "unauthorized access, please provide a valid access token or method signing if supported",
+            }
+    assert (await envd.http.get("/envs", headers={"x-access-token": "secret"})).status_code == 200
+
+
+async def test_init_sets_what_processes_see(envd: Envd) -> None:
+    await init(envd, envVars={"A": "1", "B": "1"}, sandboxID="isbx", templateID="base", defaultWorkdir="/", unknown=[1])
+    await init(envd, envVars={"B": "2"}, volumeMounts=[], hyperloopIP="", lifecycleID="x")
+    assert (await envd.http.get("/envs")).json() == {"A": "1", "B": "2"}
+    result = await envd.run('echo "$A $B $E2B_SANDBOX $E2B_SANDBOX_ID $E2B_TEMPLATE_ID $PWD"', envs={"B": "3"})
+    assert result.stdout == b"1 3 true isbx base /\n"
+
+
+async def test_init_changes_nothing_when_a_part_is_wrong(envd: Envd) -> None:
+    for wrong in ({"timestamp": "soon"}, {"entropy": "***"}, {"hostname": "a b"}, {"envVars": {"A": 1}}):
+        response = await init(envd, **({"accessToken": "secret"} | wrong))
+        assert (response.status_code, response.json()["code"]) == (400, 400), wrong
+    assert (await envd.http.post("/init", content=b"{")).status_code == 400
+    assert (await envd.http.post("/init")).status_code == 204
+    assert (await envd.http.get("/envs")).json() == {}
+
+
+async def test_metrics(envd: Envd) -> None:
+    first = (await envd.http.get("/metrics")).json()
+    assert set(first) == {
+        *("ts", "cpu_count", "cpu_used_pct", "mem_total_mib", "mem_used_mib"),
+        *("mem_total", "mem_used", "mem_cache", "disk_used", "disk_total"),
+    }
+    assert 0 <= first["cpu_used_pct"] <= 100 and 0 < first["mem_used"] < first["mem_total"]
+    assert 0 < first["disk_used"] <= first["disk_total"] and first["mem_total_mib"] == first["mem_total"] >> 20
+
+
+async def test_unknown_paths_and_methods(envd: Envd) -> None:
+    response = await envd.http.get("/no/such/path")
+    assert (response.status_code, response.json()) == (404, {"code": 404, "message": "no such path: /no/such/path"})
+    # Powering off is for guests.
+    assert (await envd.http.post("/shutdown")).status_code == 404
+    wrong = await envd.http.get("/process.Process/List")
+    assert (wrong.status_code, wrong.json()["code"]) == (405, 405)
+    missing = await envd.unary("Explode", {})
+    assert (missing.status_code, missing.json()["code"]) == (501, "unimplemented")
+
+
+async def test_browsers_may_call(envd: Envd) -> None:
+    await init(envd, accessToken="secret")
+    preflight = await envd.http.options("/process.Process/Start", headers={"origin": "https://x"})
+    assert preflight.status_code == 204
+    for response in (preflight, await envd.http.get("/envs")):
+        assert response.headers["access-control-allow-origin"] == "*"
+
+
+async def test_unary_calls_answer_errors_in_json(envd: Envd) -> None:
+    url = "/process.Process/List"
+    cases: list[tuple[bytes, dict[str, str], int, Any]] = [
+        (b"{", {}, 400, "invalid_argument"),
+        (b"[]", {}, 400, "invalid_argument"),
+        (b"{}", {"content-encoding": "gzip"}, 501, "unimplemented"),
+        (b"{}", {"connect-timeout-ms": "x"}, 400, "invalid_argument"),
+        (b"{}", {"content-type": "application/proto"}, 415, 415),
+        (b"{}", {"content-encoding": "identity"}, 200, None),
+        (b"", {}, 200, None),
+    ]
+    for body, extra, status, code in cases:
+        headers = {"content-type": "application/json"} | extra
+        response = await envd.http.post(url, content=body, headers=headers)
+        assert (response.status_code, response.json().get("code")) == (status, code), (body, extra)
+        assert response.headers["content-type"] == "application/json"
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (b"", "invalid_argument"),
+        (b"\0\0", "invalid_argument"),
+        (frame(b"{"), "invalid_argument"),
+        (frame(b"[]"), "invalid_argument"),
+        (frame(b'{"process":1}'), "invalid_argument"),
+        (frame({}), "invalid_argument"),
+        (frame(start_message("true"))[:-1], "invalid_argument"),
+        (frame(start_message("true"), flags=1), "invalid_argument"),
+        (frame(start_message("true"), flags=0x40), "invalid_argument"),
+        (frame(start_message("true")) * 2, "invalid_argument"),
+        (struct.pack(">BI", 0, 0xFFFFFFFF) + b"{}", "resource_exhausted"),
+        (b"\xff" * 1000, "invalid_argument"),
+    ],
+)
+async def test_malformed_streams_end_with_an_error(envd: Envd, body: bytes, code: str) -> None:
+    async with envd.stream("Start", None, body=body) as stream:
+        result = await stream.finish()
+    assert result.error is not None and result.error["code"] == code
+    assert (await envd.run("echo alive")).stdout == b"alive\n"
+
+
+async def test_the_wrong_content_type_is_refused(envd: Envd) -> None:
+    response = await envd.http.post("/process.Process/Start", json=start_message("true"))
+    assert (response.status_code, response.headers["accept-post"]) == (415, STREAM_TYPE)
+
+
+async def test_deeply_nested_json_is_an_error(envd: Envd) -> None:
+    response = await envd.http.post(
+        "/process.Process/List", content=b'{"x":' + b"[" * 200_000, headers={"content-type": "application/json"}
+    )
+    assert response.status_code == 400
+
+
+async def test_huge_requests_are_refused_without_being_kept(envd: Envd) -> None:
+    async def endless() -> AsyncIterator[bytes]:
+        for _ in range(80):
+            yield b" " * (1 << 20)
+
+    response = None
+    try:
+        response = await envd.http.post(
+            "/process.Process/List", content=endless(), headers={"content-type": "application/json"}
+        )
+    except httpx.TransportError:
+        pass  # the daemon may close before it has read what it does not want
+    assert response is None or (response.status_code, response.json()["code"]) == (429, "resource_exhausted")
+    many = await asyncio.to_thread(raw, envd.port, b"GET /health HTTP/1.1\r\n" + b"X: " + b"y" * 300_000 + b"\r\n\r\n")
+    assert many == b"" or many.startswith(b"HTTP/1.1 4")
+    assert (await envd.http.get("/health")).status_code == 204
+
+
+def raw(port: int, data: bytes) -> bytes:
+    """Sends bytes and reads until the daemon closes or has answered."""
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        try:
+            connection.sendall(data)
+            connection.shutdown(socket.SHUT_WR)
+            return connection.recv(1 << 16)
+        except OSError:
+            return b""
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"\0" * 100,
+        b"GET\r\n\r\n",
+        b"POST /init HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+        b"POST /init HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"POST /init HTTP/1.1\r\nContent-Length: 10\r\n\r\n{",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"GET http://x/%zz%00 HTTP/1.1\r\nHost: x\r\n\r\n",
+    ],
+)
+async def test_garbage_concerns_only_its_connection(envd: Envd, garbage: bytes) -> None:
+    await asyncio.to_thread(raw, envd.port, garbage)
+    assert (await envd.http.get("/health")).status_code == 204
+
+
+async def test_stream_input(envd: Envd) -> None:
+    async with envd.stream("Start", start_message("cat", stdin=True)) as stream:
+        await stream.step()
+        process = {"pid": stream.result.pid}
+
+        async def call(*messages: Any) -> list[tuple[int, Any]]:
+            async def body() -> AsyncIterator[bytes]:
+                for message in messages:
+                    yield frame(message)
+
+            response = await envd.http.post(
+                "/process.Process/StreamInput", content=body(), headers={"content-type": STREAM_TYPE}
+            )
+            assert response.status_code == 200 and response.headers["content-type"] == STREAM_TYPE
+            return frames(response.content)
+
+        data = [{"data": {"input": {"stdin": text}}} for text in ("b25l", "dHdv")]
+        start = {"start": {"process": process}}
+        assert await call(start, data[0], {"keepalive": {}}, data[1]) == [(0, {}), (2, {})]
+        ((flags, end),) = await call(data[0])
+        assert (flags, end["error"]["code"]) == (2, "invalid_argument")
+        ((flags, end),) = await call({"start": {"process": {"pid": 4_000_000}}})
+        assert (flags, end["error"]["code"]) == (2, "not_found")
+        await envd.unary("CloseStdin", {"process": process})
+        assert (await stream.finish()).stdout == b"onetwo"
+
+
+async def test_connections_are_kept_and_reused(envd: Envd) -> None:
+    def twice() -> list[bytes]:
+        with socket.create_connection(("127.0.0.1", envd.port), timeout=20) as connection:
+            answers = []
+            for _ in range(2):
+                connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+                answers.append(connection.recv(4096))
+            return answers
+
+    for answer in await asyncio.to_thread(twice):
+        assert answer.startswith(b"HTTP/1.1 204") and b"connection: close" not in answer.lower()
