@@ -7,6 +7,7 @@ use hyper::header::HeaderMap;
 use tokio::sync::Notify;
 
 use crate::error::RpcError;
+use crate::filesystem::watch::registry::Registry;
 use crate::process::spawn::FileLimit;
 use crate::process::table::Table;
 use crate::reaper::Reaper;
@@ -42,6 +43,8 @@ pub struct State {
     pub processes: Arc<Table>,
     /// What `/metrics` measures with.
     pub meter: Meter,
+    /// The watchers of clients that poll.
+    pub watchers: Registry,
     /// Notified when the host asks the guest to power off.
     pub shutdown: Notify,
     settings: RwLock<Settings>,
@@ -61,7 +64,14 @@ impl State {
             generation: None,
         };
         let processes = Arc::new(Table::new(Arc::new(Reaper::default()), files));
-        Self { is_init, processes, meter: Meter::default(), shutdown: Notify::new(), settings: RwLock::new(settings) }
+        Self {
+            is_init,
+            processes,
+            meter: Meter::default(),
+            watchers: Registry::default(),
+            shutdown: Notify::new(),
+            settings: RwLock::new(settings),
+        }
     }
 
     /// The settings as they are now.

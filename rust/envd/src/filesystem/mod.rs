@@ -8,6 +8,7 @@ pub mod metadata;
 pub mod place;
 pub mod remove;
 pub mod time;
+pub mod watch;
 mod wire;
 
 use std::path::PathBuf;
@@ -18,8 +19,10 @@ use serde_json::value::RawValue;
 use self::credentials::run_as;
 use self::entry::EntryInfo;
 use self::error::{FsError, FsErrorKind};
+use self::watch::wire::{CreateWatcherResponse, WatchDirResponse, WatchRequest, WatcherEventsResponse, WatcherRequest};
+use self::watch::Watch;
 use self::wire::{Empty, EntryResponse, ListDirRequest, ListDirResponse, MoveRequest, PathRequest};
-use crate::connect::{unary, Call, MAX_MESSAGE};
+use crate::connect::{server_stream, unary, Call, EventSink, MAX_MESSAGE};
 use crate::error::{Code, RpcError};
 use crate::http::{Request, Response};
 use crate::paths::resolve;
@@ -34,6 +37,26 @@ pub async fn dispatch(method: &str, request: Request, state: Arc<State>) -> Resp
         "MakeDir" => unary(request, |call, input| make_dir(state, call, input)).await,
         "Move" => unary(request, |call, input| rename(state, call, input)).await,
         "Remove" => unary(request, |call, input| remove(state, call, input)).await,
+        "WatchDir" => {
+            server_stream(request, WatchDirResponse::Keepalive {}, |call, input, sink| {
+                watch_dir(state, call, input, sink)
+            })
+            .await
+        }
+        "CreateWatcher" => unary(request, |call, input| create_watcher(state, call, input)).await,
+        "GetWatcherEvents" => {
+            unary(request, |_, input: WatcherRequest| async move {
+                Ok(WatcherEventsResponse { events: state.watchers.events(&input.watcher_id)? })
+            })
+            .await
+        }
+        "RemoveWatcher" => {
+            unary(request, |_, input: WatcherRequest| async move {
+                state.watchers.remove(&input.watcher_id)?;
+                Ok(Empty {})
+            })
+            .await
+        }
         _ => RpcError::unimplemented(format!("filesystem.Filesystem/{method} does not exist")).into_response(),
     }
 }
@@ -98,6 +121,26 @@ async fn remove(state: Arc<State>, call: Call, input: PathRequest) -> Result<Emp
     let path = actor.path(&input.path)?;
     run_as(&actor.user, move || remove::remove(&path)).await?;
     Ok(Empty {})
+}
+
+async fn watch_dir(state: Arc<State>, call: Call, input: WatchRequest, sink: Arc<EventSink>) -> Result<(), RpcError> {
+    let actor = Actor::of(&call, &state)?;
+    let path = actor.path(&input.path)?;
+    let mut watch = Watch::start(actor.user, path, &input).await?;
+    let mut connected = sink.send(&WatchDirResponse::Start {}).await;
+    while connected {
+        for event in watch.next().await? {
+            connected = sink.send(&WatchDirResponse::Filesystem(&event)).await;
+        }
+    }
+    Ok(())
+}
+
+async fn create_watcher(state: Arc<State>, call: Call, input: WatchRequest) -> Result<CreateWatcherResponse, RpcError> {
+    let actor = Actor::of(&call, &state)?;
+    let path = actor.path(&input.path)?;
+    let watch = Watch::start(actor.user, path, &input).await?;
+    Ok(CreateWatcherResponse { watcher_id: state.watchers.add(watch)? })
 }
 
 fn append(text: &mut String, entry: &EntryInfo) -> Result<(), FsError> {

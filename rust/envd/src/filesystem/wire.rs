@@ -54,7 +54,11 @@ pub struct ListDirResponse {
 #[derive(Debug, Serialize)]
 pub struct Empty {}
 
-fn or_default<'de, D: Deserializer<'de>, T: Deserialize<'de> + Default>(deserializer: D) -> Result<T, D::Error> {
+/// `null` is the default value.
+///
+/// # Errors
+/// What decoding the value fails with.
+pub fn or_default<'de, D: Deserializer<'de>, T: Deserialize<'de> + Default>(deserializer: D) -> Result<T, D::Error> {
     Ok(Option::deserialize(deserializer)?.unwrap_or_default())
 }
 
