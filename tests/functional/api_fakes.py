@@ -99,6 +99,7 @@ class MemorySandboxes:
             allow_internet_access=spec.allow_internet_access,
             network=spec.network,
             generation="g1",
+            timings={"guest": 1234.56, "init": 7.0},
         )
         self.running[identifier] = sandbox
         if idempotency_key is not None:

@@ -103,6 +103,7 @@ async def test_create_v2(api):
         "trafficAccessToken": None,
         "domain": None,
     }
+    assert answer.headers["server-timing"] == "guest;dur=1234.56, init;dur=7"
     assert api.sandboxes.specs[0].timeout == 300
 
 

@@ -61,6 +61,8 @@ def acceptable(answer: Answer) -> None:
         assert answer.headers["content-type"] == "application/json"
 
 
+# No deadline per example: this is about answers, not about a busy machine's speed.
+@settings(deadline=None)
 @given(CREATES, st.sampled_from(["/v2/sandboxes", "/sandboxes"]))
 async def test_creates(api: Api, body: object, path: str) -> None:
     api.sandboxes.clear()
@@ -73,6 +75,7 @@ async def test_creates(api: Api, body: object, path: str) -> None:
         assert [item["sandboxID"] for item in (await api.call("GET", "/v2/sandboxes")).json()] == [identifier]
 
 
+@settings(deadline=None)
 @given(st.binary() | JSON.map(lambda value: json.dumps(value).encode()))
 async def test_bodies_of_any_bytes(api: Api, body: bytes) -> None:
     api.sandboxes.clear()
@@ -82,7 +85,7 @@ async def test_bodies_of_any_bytes(api: Api, body: bytes) -> None:
         acceptable(await api.call("POST", f"/v2/sandboxes{path}", body))
 
 
-@settings(max_examples=200)
+@settings(deadline=None, max_examples=200)
 @given(
     st.dictionaries(
         st.sampled_from(["metadata", "state", "order", "startedAfter", "template", "nextToken", "limit"]),
@@ -97,7 +100,7 @@ async def test_queries_of_any_text(api: Api, query: dict[str, str]) -> None:
         acceptable(await api.call("GET", f"{path}?{encoded}"))
 
 
-@settings(max_examples=200)
+@settings(deadline=None)
 @given(
     METHODS,
     st.lists(SEGMENTS | TEXT_SEGMENTS, max_size=4),
@@ -111,6 +114,7 @@ async def test_paths_and_queries_of_any_bytes(api: Api, method: str, segments: l
         acceptable(answer)
 
 
+@settings(deadline=None)
 @given(st.text(st.characters(max_codepoint=255, exclude_characters="\r\n")))
 async def test_headers_of_any_text(api: Api, value: str) -> None:
     api.sandboxes.clear()

@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aenv.api import egress
@@ -92,6 +92,7 @@ def test_empty_forms_of_it_ask_for_nothing():
     assert policy(dnsServers=[], egressProxy=None, rules={}, httpsPorts=[]) == EgressPolicy()
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_any_text_is_accepted_or_refused_by_name(entry):
     try:

@@ -2,7 +2,7 @@ from datetime import UTC, datetime
 from urllib.parse import quote, unquote, urlencode
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aenv.api import listing
@@ -44,6 +44,7 @@ def test_metadata_as_the_sdks_send_it(on_the_wire, expected):
     assert listing.metadata(unquote(on_the_wire)) == expected
 
 
+@settings(deadline=None)
 @given(st.dictionaries(TEXT, TEXT))
 def test_metadata_filters_of_any_text_come_back(wanted):
     encoded = urlencode({quote(key): quote(value) for key, value in wanted.items()})
@@ -75,6 +76,7 @@ def test_started_after_that_is_no_instant(given):
         listing.started_after(given)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 30), st.integers(1, 12))
 def test_pages_show_everything_once_and_then_end(count, limit):
     items = [(f"id{number:02}", number) for number in range(count)]

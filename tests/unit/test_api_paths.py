@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aenv.api import paths
@@ -28,6 +28,7 @@ def test_a_path_that_is_not_text(raw):
         paths.canonical(raw)
 
 
+@settings(deadline=None)
 @given(st.binary())
 def test_the_number_of_segments_never_changes(raw):
     try:

@@ -21,13 +21,13 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": Error, "description": HTTPStatus(status).phrase} for status in statuses}
 
 
-def headers(**descriptions: str) -> dict[int | str, dict[str, Any]]:
+def headers(status: int, **descriptions: str) -> dict[int | str, dict[str, Any]]:
     """`responses` of a route whose success carries headers; an underscore in a name stands for a dash."""
     described = {
         name.replace("_", "-"): {"description": text, "schema": {"type": "string"}}
         for name, text in descriptions.items()
     }
-    return {200: {"headers": described}}
+    return {status: {"headers": described}}
 
 
 def operation_id(route: APIRoute) -> str:

@@ -42,38 +42,46 @@ def router(sandboxes: Sandboxes, settings: Settings) -> APIRouter:
     bodies = Bodies(settings.api.max_body_bytes)
     limits = settings.orchestrator
     domain = settings.api.domain
+    timing = headers(201, Server_Timing="Milliseconds of each step of the launch.")
 
     @routes.post(
         "/v2/sandboxes",
         status_code=201,
         summary="Create a sandbox",
         openapi_extra=documented(NewSandboxV2),
-        responses=errors(400, 404, 409, 413, 429, 501, 503, 504, 507),
+        responses=errors(400, 404, 409, 413, 429, 501, 503, 504, 507) | timing,
     )
     async def create_v2(
+        response: Response,
         body: Annotated[NewSandboxV2, Depends(bodies.required(NewSandboxV2))],
         idempotency_key: Annotated[str | None, Header()] = None,
     ) -> Sandbox:
         key = create.checked_idempotency_key(idempotency_key)
         spec = create.spec(body, default_timeout=create.DEFAULT_TIMEOUT_V2, limits=limits)
-        return _sandbox(await sandboxes.create(spec, idempotency_key=key), domain)
+        sandbox = await sandboxes.create(spec, idempotency_key=key)
+        response.headers["Server-Timing"] = _server_timing(sandbox)
+        return _sandbox(sandbox, domain)
 
     @routes.post(
         "/sandboxes",
         status_code=201,
         summary="Create a sandbox (version 1: may be unsecured)",
         openapi_extra=documented(NewSandbox),
-        responses=errors(400, 404, 413, 429, 501, 503, 504, 507),
+        responses=errors(400, 404, 413, 429, 501, 503, 504, 507) | timing,
     )
-    async def create_v1(body: Annotated[NewSandbox, Depends(bodies.required(NewSandbox))]) -> Sandbox:
+    async def create_v1(
+        response: Response, body: Annotated[NewSandbox, Depends(bodies.required(NewSandbox))]
+    ) -> Sandbox:
         spec = create.spec(body, default_timeout=create.DEFAULT_TIMEOUT_V1, limits=limits)
-        return _sandbox(await sandboxes.create(spec), domain)
+        sandbox = await sandboxes.create(spec)
+        response.headers["Server-Timing"] = _server_timing(sandbox)
+        return _sandbox(sandbox, domain)
 
     @routes.get(
         "/v2/sandboxes",
         summary="Sandboxes, in pages",
         responses=errors(400)
-        | headers(X_Next_Token="Only when there is another page.", X_Total_Running="Of all pages."),
+        | headers(200, X_Next_Token="Only when there is another page.", X_Total_Running="Of all pages."),
     )
     async def list_v2(
         response: Response,
@@ -179,6 +187,11 @@ def _all_running(sandboxes: Sandboxes, metadata: dict[str, str]) -> Iterator[mod
         yield from page.items
         if (token := page.next_token) is None:
             return
+
+
+def _server_timing(sandbox: models.Sandbox) -> str:
+    """Where the time of a launch went, as the W3C's Server-Timing header has it (milliseconds)."""
+    return ", ".join(f"{step};dur={milliseconds:g}" for step, milliseconds in sandbox.timings.items())
 
 
 def _sandbox(sandbox: models.Sandbox, domain: str | None) -> Sandbox:

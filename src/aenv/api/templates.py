@@ -39,7 +39,7 @@ def router(templates: Templates) -> APIRouter:
     @routes.get(
         "/v2/templates",
         summary="Templates, in pages",
-        responses=errors(400) | headers(X_Next_Token="Only when there is another page."),
+        responses=errors(400) | headers(200, X_Next_Token="Only when there is another page."),
     )
     async def list_page(
         response: Response, team_id: TeamId = None, limit: Limit = listing.MAX_LIMIT, next_token: NextToken = None
