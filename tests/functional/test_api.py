@@ -1,7 +1,10 @@
 """Every endpoint of this version, over in-memory sandboxes."""
 
 import json
+import subprocess
+import sys
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import api_fakes
 import pytest
@@ -457,6 +460,25 @@ async def test_the_unexpected_is_an_incident_and_leaks_nothing(api):
     assert b"secret" not in answer.body
     [entry] = [entry for entry in logs if entry["event"] == "unexpected error"]
     assert entry["incident"] in answer.json()["message"]
+
+
+@pytest.mark.parametrize("style", ["console", "json"])
+def test_the_log_of_an_incident_has_the_traceback_without_the_values(style):
+    script = f"""
+import asyncio, structlog, api_fakes
+from aenv.config import LogSettings
+from aenv.observability import logs
+logs.configure(LogSettings(format={style!r}))
+api = api_fakes.make()
+api.sandboxes.fail = RuntimeError("broken")
+body = {{"templateID": "base", "envVars": {{"TOKEN": "s3cr3t"}}}}
+print(asyncio.run(api.json("POST", "/v2/sandboxes", body)).status)
+"""
+    folder = Path(__file__).parent
+    done = subprocess.run([sys.executable, "-c", script], cwd=folder, capture_output=True, text=True, check=True)
+    assert done.stdout == "500\n"
+    assert "RuntimeError: broken" in done.stderr
+    assert "s3cr3t" not in done.stderr
 
 
 async def test_limits_come_from_the_settings():

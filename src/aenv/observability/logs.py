@@ -21,7 +21,10 @@ def configure(settings: LogSettings) -> None:
         shared.append(structlog.processors.format_exc_info)
         renderer = structlog.processors.JSONRenderer()
     else:
-        renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+        # The default prints every frame's variables: tokens and users' environments, and seconds of work.
+        renderer = structlog.dev.ConsoleRenderer(
+            colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+        )
     level = logging.getLevelNamesMapping()[settings.level.upper()]
     structlog.configure(
         processors=[*shared, renderer],
