@@ -76,6 +76,14 @@ class NetworkSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GuestSettings:
+    """What guests boot from."""
+
+    envd: str | None = None
+    """Path of the guest daemon's binary; the checkout's own build when unset."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateSettings:
     """Resources of the `base` template."""
 
@@ -108,6 +116,7 @@ class Settings:
     orchestrator: OrchestratorSettings = OrchestratorSettings()
     vmm: VmmSettings = VmmSettings()
     network: NetworkSettings = NetworkSettings()
+    guest: GuestSettings = GuestSettings()
     templates: TemplateSettings = TemplateSettings()
     log: LogSettings = LogSettings()
 

@@ -8,14 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from aenv.config import Settings
 from aenv.errors import AenvError
-
-if TYPE_CHECKING:
-    from aenv.vmm.accel import Accel
-    from aenv.vmm.protocol import VmmInfo
 
 MIN_FREE_GIB = 5
 MIN_KERNEL = (5, 14)
@@ -83,14 +78,14 @@ def _devices(settings: Settings) -> Check:
 
 
 def _vmm(settings: Settings) -> Check:
-    from aenv.server import make_prover, make_vmm
+    from aenv.guest.provision import load_bundle
+    from aenv.vmm.accel import AccelProver
+    from aenv.vmm.launch import find_program
 
-    async def ask() -> "tuple[VmmInfo, Accel]":
-        prover = make_prover(settings)
-        return await make_vmm(settings, prover).info(), await prover.decide()
-
-    info, accel = asyncio.run(ask())
-    return Check("vmm", Verdict.OK, f"{info.driver} {info.version}, {accel.name} ({accel.reason})")
+    prover = AccelProver(home=settings.home, settings=settings.vmm, bundle=load_bundle(settings.home))
+    accel = asyncio.run(prover.decide())
+    program = find_program(settings.vmm.qemu_binary, accel.name)
+    return Check("vmm", Verdict.OK, f"QEMU {program.version}, {accel.name} ({accel.reason})")
 
 
 def _cgroups(settings: Settings) -> Check:

@@ -6,7 +6,6 @@ import os
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Literal
 
 import structlog
 import uvicorn
@@ -16,10 +15,8 @@ from aenv.api import apikey
 from aenv.api.app import create_app
 from aenv.config import Settings
 from aenv.errors import ConfigError
-from aenv.guest.cmdline import kernel_cmdline
 from aenv.guest.envd import GuestClient
 from aenv.guest.provision import GuestBundle, load_bundle
-from aenv.guest.tsc import host_tsc_khz
 from aenv.images.plain import PlainImages
 from aenv.network.pool import SlotPool
 from aenv.network.protocol import Network
@@ -29,17 +26,15 @@ from aenv.orchestrator.service import Orchestrator
 from aenv.orchestrator.store import Store
 from aenv.orchestrator.tokens import Tokens
 from aenv.proxy.app import ProxyApp
+from aenv.proxy.server import uvicorn_options
 from aenv.templates.store import TemplateStore
-from aenv.vmm.accel import AccelProver, ProbeGuest
-from aenv.vmm.protocol import Vmm, VmSpec
+from aenv.vmm.protocol import Vmm
 from aenv.vmm.qemu import QemuVmm
 
 log = structlog.get_logger(__name__)
 
-KEEP_ALIVE = 620
-"""Seconds an idle client connection is kept: longer than the clients' own 300, or they meet closed connections."""
 DRAIN = 3
-"""Seconds for requests under way when the server is told to stop; streams are cut after that, sandboxes live on."""
+"""Seconds for API calls under way when the server is told to stop."""
 BACKLOG = 2048
 
 
@@ -54,11 +49,16 @@ async def _serve(settings: Settings) -> None:
     api_key = await asyncio.to_thread(apikey.load, settings.secrets_dir)
     with only_server(settings), listening(settings) as listener:
         bundle = await asyncio.to_thread(load_bundle, settings.home)
-        await asyncio.to_thread(host_tsc_khz)  # measured once, off the loop; the command line reads the answer
-        vmm, network = make_vmm(settings, make_prover(settings)), SlotPool(settings)
+        vmm = QemuVmm(
+            home=settings.home,
+            settings=settings.vmm,
+            bundle=bundle,
+            kill_deadline=settings.orchestrator.kill_deadline,
+        )
+        network = SlotPool(settings)
         async with node(settings, api_key=api_key, bundle=bundle, vmm=vmm, network=network) as app:
             log.info("server.ready", url=f"http://{settings.api.host}:{settings.api.port}", home=str(settings.home))
-            await web_server(app, settings).serve(sockets=[listener])
+            await WebServer(app, settings).serve(sockets=[listener])
             log.info("server.stopping")
 
 
@@ -99,49 +99,27 @@ async def node(
         await guest.aclose()
 
 
-def web_server(app: ProxyApp, settings: Settings) -> uvicorn.Server:
-    """uvicorn as this application needs it: no time-out that could cut a stream, no log line per request."""
-    return uvicorn.Server(
-        uvicorn.Config(
-            app,
-            host=settings.api.host,
-            port=settings.api.port,
-            http="httptools",
-            ws="websockets-sansio",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=KEEP_ALIVE,
-            timeout_graceful_shutdown=DRAIN,
-            backlog=BACKLOG,
+class WebServer(uvicorn.Server):
+    """uvicorn as this application needs it; a stop cuts the streams into sandboxes before it waits for requests."""
+
+    def __init__(self, app: ProxyApp, settings: Settings) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                host=settings.api.host,
+                port=settings.api.port,
+                lifespan="off",
+                log_config=None,
+                timeout_graceful_shutdown=DRAIN,
+                backlog=BACKLOG,
+                **uvicorn_options(),
+            )
         )
-    )
+        self._app = app
 
-
-def make_prover(settings: Settings) -> AccelProver:
-    """What decides between KVM and software emulation on this host."""
-
-    def guest() -> ProbeGuest:
-        bundle = load_bundle(settings.home)
-        return ProbeGuest(kernel=bundle.kernel, initramfs=bundle.initramfs, digest=bundle.digest)
-
-    return AccelProver(home=settings.home, settings=settings.vmm, guest=guest)
-
-
-def make_vmm(settings: Settings, prover: AccelProver) -> QemuVmm:
-    """The QEMU driver of this home."""
-
-    def cmdline(spec: VmSpec, accel: Literal["kvm", "tcg"]) -> str:
-        return kernel_cmdline(hostname=spec.hostname, accel=accel, tsc_khz=host_tsc_khz())
-
-    return QemuVmm(
-        home=settings.home,
-        settings=settings.vmm,
-        kernel_cmdline=cmdline,
-        prove_accel=prover.decide,
-        kill_deadline=settings.orchestrator.kill_deadline,
-    )
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await self._app.aclose()
+        await super().shutdown(sockets)
 
 
 @contextmanager

@@ -12,9 +12,7 @@ app = typer.Typer()
 
 
 @app.command()
-def setup(
-    rebuild: bool = typer.Option(False, "--rebuild", help="Build the base template anew even if it is up to date."),
-) -> None:
+def setup() -> None:
     """Provision this machine: guest kernel, initramfs and the `base` template. Does only what is missing."""
     _need_server_extra()
     from aenv.setup import setup as provision
@@ -28,7 +26,7 @@ def setup(
             else:
                 err.print(step, highlight=False)
 
-        template = asyncio.run(provision(settings, progress, rebuild=rebuild))
+        template = asyncio.run(provision(settings, progress))
     err.print(f"Ready: template {template.names[0]} ({template.id}) in {settings.home}", highlight=False)
 
 

@@ -1,0 +1,49 @@
+"""`aenv setup`: everything a node needs before its server can start. Does only what is missing; safe to interrupt."""
+
+import asyncio
+import fcntl
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from aenv.config import Settings
+from aenv.errors import ConfigError, ProvisionError
+from aenv.guest.provision import provision
+from aenv.templates.base import ensure_base
+from aenv.templates.models import Template
+from aenv.templates.store import TemplateStore
+
+
+async def setup(settings: Settings, progress: Callable[[str], None]) -> Template:
+    """Provision guest kernel, initramfs and the `base` template; return the template.
+
+    Raises ProvisionError, ConfigError, InsufficientStorage, DeadlineExceeded.
+    """
+    await asyncio.to_thread(settings.home.mkdir, mode=0o711, parents=True, exist_ok=True)
+    with _alone(settings):
+        bundle = await provision(settings.home, _envd(settings), progress)
+        store = TemplateStore(settings.templates_dir)
+        await asyncio.to_thread(store.sweep)
+        return await ensure_base(settings, store, bundle.envd_version, progress)
+
+
+def _envd(settings: Settings) -> Path:
+    """The guest daemon's binary: the setting, or what `make build` leaves in the checkout."""
+    if settings.guest.envd is not None:
+        return Path(settings.guest.envd)
+    target = f"{platform.machine()}-unknown-linux-gnu"
+    built = Path(__file__).parents[2] / "rust" / "target" / target / "release" / "envd"
+    if not built.exists():
+        raise ProvisionError(f"the guest's daemon is not built ({built}); run `make build`, or set guest.envd")
+    return built
+
+
+@contextmanager
+def _alone(settings: Settings) -> Iterator[None]:
+    with (settings.home / "setup.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"another `aenv setup` works on {settings.home}; wait for it") from None
+        yield
