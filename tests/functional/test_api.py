@@ -168,6 +168,12 @@ async def test_creates_that_fail_make_nothing(api, body, status, part):
     assert api.sandboxes.specs == []
 
 
+async def test_a_long_value_is_not_thrown_back(api):
+    answer = await api.json("POST", "/v2/sandboxes", {"templateID": "b" * 100_000})
+    failed(answer, 404, "template 'bbb")
+    assert len(answer.body) < 1100
+
+
 async def test_any_content_type_that_parses(api):
     for kind in ("application/json", "text/plain", "application/x-www-form-urlencoded", "nonsense"):
         headers = [("Content-Type", kind), ("Content-Encoding", "identity")]

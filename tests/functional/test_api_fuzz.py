@@ -57,7 +57,7 @@ def acceptable(answer: Answer) -> None:
     if answer.status >= 400:
         body = answer.json()
         assert body["code"] == answer.status
-        assert 0 < len(body["message"]) < 1000
+        assert 0 < len(body["message"]) <= 1001
         assert answer.headers["content-type"] == "application/json"
 
 

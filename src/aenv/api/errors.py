@@ -19,6 +19,8 @@ log = structlog.get_logger(__name__)
 
 _SHOWN = 80
 """Characters of a caller's value that a message repeats."""
+_LONGEST = 1000
+"""Characters of a message; layers below may repeat a caller's value whole."""
 
 
 def error_response(error: AenvError, headers: dict[str, str] | None = None) -> JSONResponse:
@@ -31,10 +33,10 @@ def not_found(sandbox_id: str) -> NotFound:
     return NotFound(f"Sandbox \"{sandbox_id}\" doesn't exist or you don't have access to it")
 
 
-def shorten(value: object) -> str:
+def shorten(value: object, length: int = _SHOWN) -> str:
     """`value` short enough to repeat in a message."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+    return text if len(text) <= length else f"{text[:length]}…"
 
 
 def explain(problems: Sequence[Any]) -> str:
@@ -137,7 +139,7 @@ def _methods_of(paths: dict[str, dict[str, Any]], path: str) -> list[str]:
 def _json(
     status: int, message: str, error_code: str | None = None, headers: dict[str, str] | None = None
 ) -> JSONResponse:
-    body: dict[str, object] = {"code": status, "message": message}
+    body: dict[str, object] = {"code": status, "message": shorten(message, _LONGEST)}
     if error_code is not None:
         body["error_code"] = error_code
     return JSONResponse(body, status, headers)
