@@ -40,7 +40,7 @@ missing_packages() {
     local need
     for need in \
         python3:python3 git:git curl:curl gcc:gcc make:make mmdebstrap:mmdebstrap nft:nftables ip:iproute2 \
-        mke2fs:e2fsprogs zstd:zstd lz4:lz4 qemu-img:qemu-utils setpriv:util-linux ps:procps; do
+        mke2fs:e2fsprogs zstd:zstd lz4:lz4 qemu-img:qemu-utils setpriv:util-linux ps:procps cpio:cpio; do
         PATH="$PATH:/usr/sbin:/sbin" command -v "${need%%:*}" > /dev/null || echo "${need#*:}"
     done
     [ -e /etc/ssl/certs/ca-certificates.crt ] || echo ca-certificates
@@ -52,6 +52,7 @@ missing_packages() {
 # What Debian 12 has only in backports: QEMU, and the guest's kernel (which is not installed, only unpacked).
 ensure_backports() {
     [ "$ID $VERSION_CODENAME" = "debian bookworm" ] || return 0
+    # shellcheck disable=SC2016 # apt's own placeholder
     apt-get indextargets --format '$(RELEASE)' | grep -qx "$VERSION_CODENAME-backports" && return 0
     update_once
     local stanza

@@ -12,6 +12,7 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from aenv.guest.modules import load_order
 
 _BUILDER = 1
 """Raised whenever the same inputs would give another bundle."""
+
+_SCRATCH = ".new-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,9 @@ async def provision(home: Path, envd: Path, progress: Callable[[str], None]) -> 
     """Make the bundle of the newest kernel the machine's apt sources offer and the daemon `envd`; make it current.
 
     Idempotent: nothing is fetched or built when a bundle of the same inputs is there. A process that is interrupted
-    leaves the old bundle current. Raises ProvisionError, InsufficientStorage, DeadlineExceeded.
+    leaves the old bundle current; what it had begun is removed by the next (only one may run at a time).
+
+    Raises ProvisionError, InsufficientStorage, DeadlineExceeded.
     """
     guest = home / "guest"
     version, envd_digest = await _examine_envd(envd)
@@ -85,7 +90,8 @@ async def provision(home: Path, envd: Path, progress: Callable[[str], None]) -> 
     with _storage_errors(guest):
         cache.mkdir(parents=True, exist_ok=True)
         guest.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".new-", dir=guest) as scratch:
+        await asyncio.to_thread(_sweep, guest)
+        with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=guest) as scratch:
             progress(f"Fetching {', '.join(inputs)}")
             tree = await kernel.unpack(found, cache, Path(scratch, "packages"))
             progress(f"Building the initramfs for {tree.release}")
@@ -115,6 +121,11 @@ def _unchanged(home: Path, inputs: list[str] | None, envd_digest: str) -> GuestB
         return None
     same = manifest.get("envd_digest") == envd_digest and manifest.get("builder") == _BUILDER
     return bundle if same and inputs in (None, manifest.get("packages")) else None
+
+
+def _sweep(guest: Path) -> None:
+    for left in guest.glob(_SCRATCH + "*"):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def _publish(guest: Path, scratch: Path, tree: kernel.KernelTree, envd: Path, provenance: dict[str, Any]) -> None:
