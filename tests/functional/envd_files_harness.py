@@ -1,5 +1,6 @@
 """A bare envd on loopback, and what its file tests ask of it."""
 
+import base64
 import contextlib
 import json
 import re
@@ -26,8 +27,8 @@ class Envd:
 
     def rpc(self, method: str, user: str | None = None, **message: object) -> tuple[int, dict[str, object]]:
         """Calls a method of filesystem.Filesystem; returns the status and the decoded answer."""
-        auth = (user, "") if user else None
-        answer = self.http.post(f"/filesystem.Filesystem/{method}", json=message, auth=auth)
+        headers = {"authorization": "Basic " + base64.b64encode(f"{user}:".encode()).decode()} if user else {}
+        answer = self.http.post(f"/filesystem.Filesystem/{method}", json=message, headers=headers)
         assert answer.headers["content-type"] == "application/json"
         decoded = json.loads(answer.content)
         assert isinstance(decoded, dict)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -305,11 +306,40 @@ def test_permissions_are_those_of_the_user(envd: Envd) -> None:
         (shared / "own/f").chmod(0o666)
         assert envd.put(shared / "own/f", b"z", username=NOBODY).status_code == 200
         assert ((shared / "own/f").owner(), (shared / "own/f").read_bytes()) == ("root", b"z")
-        # envd's own open files are no way around.
-        with (shared / "secret").open() as file:
-            link = f"/proc/{os.getpid()}/fd/{file.fileno()}"
-            assert envd.get(link).content == b"s"
-            assert envd.get(link, username=NOBODY).status_code in (400, 403)
+
+
+@as_root
+def test_open_files_of_envd_are_no_way_around_closed_directories(envd: Envd) -> None:
+    with shared_directory() as shared:
+        secret = shared / "closed/secret"
+        secret.parent.mkdir(mode=0o700)
+        secret.write_bytes(b"s" * (64 * MIB))
+        secret.chmod(0o644)
+        # A download that root does not take in keeps the file open.
+        with envd.http.stream("GET", "/files", params={"path": str(secret)}) as download:
+            assert download.status_code == 200
+            descriptors = Path(f"/proc/{envd.pid}/fd")
+            (link,) = (entry for entry in descriptors.iterdir() if entry.exists() and entry.samefile(secret))
+            for name in (link, f"/proc/self/fd/{link.name}", f"/proc/thread-self/fd/{link.name}"):
+                assert failed(envd.get(name, username=NOBODY), 400, "a link into a process")
+            assert failed(envd.get(secret, username=NOBODY), 403, "permission denied")
+
+
+@as_root
+def test_requests_at_the_same_time_keep_their_users(envd: Envd) -> None:
+    with shared_directory() as shared, ThreadPoolExecutor(16) as pool:
+        secret = shared / "secret"
+        secret.write_bytes(b"s")
+        secret.chmod(0o600)
+
+        def one(number: int) -> tuple[int, str]:
+            user = (NOBODY, "root")[number % 2]
+            path = shared / f"{user}-{number}"
+            assert envd.put(path, b"x" * 1000, username=user).status_code == 200
+            return envd.get(secret, username=user).status_code, path.owner()
+
+        results = list(pool.map(one, range(400)))
+        assert results == [(403, NOBODY), (200, "root")] * 200
 
 
 def signature(path: str, operation: str, username: str, token: str, expiration: int | None = None) -> str:

@@ -86,17 +86,18 @@ pub async fn download(request: &Request, path: &Path, user: &User) -> Result<Res
 fn source(path: &Path) -> Result<Source, FsError> {
     let (mut file, metadata) = open::read(path)?;
     let failed = |error: io::Error| FsError::io("read", path, &error);
-    // One byte more than the size shows the end of an honest file.
-    let limit = match metadata.len() {
-        0 => CHUNK,
-        size => usize::try_from(size).unwrap_or(CHUNK).min(CHUNK) + 1,
+    // One byte more than the size shows the end of an honest file. Size 0 may be the lie of a file of /proc.
+    let size = metadata.len();
+    let limit = match usize::try_from(size) {
+        Ok(1..CHUNK) => size as usize + 1,
+        _ => CHUNK + 1,
     };
     let start = read_up_to(&mut file, limit).map_err(failed)?;
     let content = if start.len() < limit {
         Content::Whole(start)
-    } else if metadata.len() > start.len() as u64 {
+    } else if size >= start.len() as u64 {
         file.seek(SeekFrom::Start(0)).map_err(failed)?;
-        Content::Sized(file, metadata.len())
+        Content::Sized(file, size)
     } else {
         Content::Unsized(start, file)
     };
