@@ -65,6 +65,9 @@ def open_tap(netns: str, tap: str) -> None:
     namespace = os.open(netns, os.O_RDONLY | os.O_CLOEXEC)
     _call("setns", namespace, _CLONE_NEWNET)
     os.close(namespace)
+    # Asked for a device that does not exist, the kernel would make one.
+    if _libc.if_nametoindex(os.fsencode(tap)) == 0:
+        raise OSError(errno.ENODEV, f"opening the tap {tap} of {netns}: there is no such device")
     device = os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC)
     try:
         fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", tap.encode(), _IFF_TAP | _IFF_NO_PI | _IFF_VNET_HDR))

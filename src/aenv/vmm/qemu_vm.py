@@ -143,7 +143,7 @@ class QemuVm:
                     await self._check()
             if not ended.done():
                 with contextlib.suppress(AenvError, OSError):
-                    await self.console(deadline=_LAST_WORDS_DEADLINE)
+                    await self._note_last_words()
                 with contextlib.suppress(DeadlineExceeded):
                     await self._process.kill(self._kill_deadline)
                 await ended
@@ -155,6 +155,14 @@ class QemuVm:
         await self._release()
         await asyncio.to_thread(self._on_gone)
         self._exit.set_result(VmExit(self._process.status, detail))
+
+    async def _note_last_words(self) -> None:
+        """Log the console; its last lines often say why a guest ended."""
+        text = (await self.console(deadline=_LAST_WORDS_DEADLINE)).decode(errors="replace")
+        last = " | ".join([line.strip() for line in text.splitlines() if line.strip()][-3:])
+        if last and self._reason:
+            # The guest's own words: shown as a literal, so that they cannot pass for ours.
+            self._reason += f"; its console ends with {last[-300:]!r}"
 
     async def _check(self) -> None:
         """The virtual CPUs have stopped: because somebody asked for it, or for good? Or the connection is gone."""
