@@ -48,6 +48,8 @@ fn main() -> ExitCode {
         log!("{USAGE}");
         return ExitCode::from(2);
     };
+    // Orphans of our processes come to us, as they do in a guest; without it they go to the host's init.
+    let _ = nix::sys::prctl::set_child_subreaper(true);
     let state = Arc::new(State::new(false, &options.user, init::limits::raise_own()));
     match serve(&options.host, options.port, state) {
         Ok(()) => ExitCode::SUCCESS,
