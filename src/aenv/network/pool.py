@@ -26,6 +26,7 @@ from aenv.network.upstream import Upstream
 
 ACQUIRE_SECONDS = 10.0
 RELEASE_SECONDS = 5.0
+GUARD_SECONDS = 5.0
 FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 0.5, 30.0
 
 T = TypeVar("T")
@@ -68,19 +69,18 @@ class SlotPool:
         self._foreign: set[int] = set()
         self._wanted = asyncio.Event()
         self._returned = asyncio.Event()
-        self._closing = False
+        self._closing = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, in_use: Mapping[int, EgressPolicy]) -> None:
-        policies = {index: compile_policy(policy) for index, policy in in_use.items()}
+        policies = {index: compile_policy(policy) for index, policy in in_use.items() if index < self._layout.size}
+        for index in in_use.keys() - policies.keys():
+            log.error("a network slot in use is outside network.cidr and removed", slot=index, slots=self._layout.size)
         found = await self._in(self._changes, self._slots.prepare, frozenset(policies))
         self._foreign = set(found.foreign)
         if found.removed:
             log.info("removed network slots left behind by an earlier server", slots=len(found.removed))
         for index, policy in policies.items():
-            if not 0 <= index < self._layout.size:
-                log.error("a network slot in use is outside network.cidr", slot=index, slots=self._layout.size)
-                continue
             try:
                 sockets = await self._in(self._changes, self._slots.adopt, index, policy)
                 await self._resolver.serve(index, sockets, policy)
@@ -91,6 +91,7 @@ class SlotPool:
         self._tasks = [
             asyncio.create_task(self._fill(), name="network-fill"),
             asyncio.create_task(self._reap(), name="network-reap"),
+            asyncio.create_task(self._guard(), name="network-guard"),
         ]
 
     async def acquire(self, policy: EgressPolicy) -> Slot:
@@ -119,7 +120,7 @@ class SlotPool:
     async def release(self, slot: Slot) -> None:
         lease = self._used.get(slot.index)
         # By identity: an equal slot may be the next user's.
-        if lease is None or lease.slot is not slot or self._closing:
+        if lease is None or lease.slot is not slot or self._closing.is_set():
             return
         gone = self._give_up(lease)
         # The removal goes on without this caller. Should the kernel refuse it, it is tried again and logged there.
@@ -128,7 +129,7 @@ class SlotPool:
                 await gone.wait()
 
     async def aclose(self) -> None:
-        self._closing = True
+        self._closing.set()
         self._wanted.set()
         self._returned.set()
         for waiter in self._waiters:
@@ -150,7 +151,7 @@ class SlotPool:
         self._removals.shutdown(wait=False)
 
     async def _take(self) -> "_Lease":
-        if self._closing:
+        if self._closing.is_set():
             raise Unavailable("the server is shutting down")
         if len(self._used) + len(self._waiters) >= self._limit:
             raise TooManyRequests(
@@ -208,7 +209,7 @@ class SlotPool:
         """Keep the pool full. After a failure those who wait are told, and the next try waits, longer each time, or
         until somebody wants a slot."""
         trouble = _Trouble("network slots cannot be made")
-        while not self._closing:
+        while not self._closing.is_set():
             self._wanted.clear()
             room = self._limit - len(self._used)
             if len(self._idle) >= min(self._spare + len(self._waiters), room):
@@ -252,7 +253,7 @@ class SlotPool:
     async def _reap(self) -> None:
         """Remove the slots given back, all there are at a time."""
         trouble = _Trouble("network slots cannot be removed")
-        while self._doomed or not self._closing:
+        while self._doomed or not self._closing.is_set():
             self._returned.clear()
             batch = list(self._doomed)
             if not batch:
@@ -263,7 +264,7 @@ class SlotPool:
             try:
                 await self._in(self._removals, self._slots.remove, batch)
             except NetworkError as error:
-                if self._closing:
+                if self._closing.is_set():
                     return
                 await trouble.met(error, self._returned)
                 continue
@@ -271,6 +272,22 @@ class SlotPool:
             for index in batch:
                 self._doomed.pop(index).set()
             self._wanted.set()
+
+    async def _guard(self) -> None:
+        """Put the host's table back when somebody has flushed all rules (a restart of the host's firewall does)."""
+        trouble = _Trouble("the host's nftables table cannot be restored")
+        while not self._closing.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(GUARD_SECONDS):
+                    await self._closing.wait()
+            live = frozenset((*self._used, *self._idle))
+            try:
+                if not self._closing.is_set() and await self._in(self._changes, self._slots.restore_table, live):
+                    log.warning("the host's nftables table was gone and has been restored", table=self._layout.table)
+            except NetworkError as error:
+                await trouble.met(error, self._closing)
+            else:
+                trouble.over()
 
     async def _in(self, thread: ThreadPoolExecutor, function: Callable[..., T], *arguments: object) -> T:
         """`function` in `thread`. Raises nothing but AenvError: what nobody foresaw must not end the pool's tasks."""

@@ -144,6 +144,14 @@ class Slots:
                 for index in indexes:
                     conntrack.flush(mark=self._layout.mark(index), mark_mask=0xFFFFFFFF)
 
+    def restore_table(self, slots: frozenset[int]) -> bool:
+        """Make the host's table, holding `slots`, if it is gone; whether it was. Raises NetworkError."""
+        with _mapped("restore the host's table"):
+            if self._layout.table in nft.tables():
+                return False
+            nft.apply(rules.host_ruleset(self._layout, self._internal, sorted(slots)))
+            return True
+
     def remove_table(self) -> None:
         """Remove the host's table. Raises NetworkError."""
         with _mapped("remove the host's table"):
