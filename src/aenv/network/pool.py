@@ -24,7 +24,7 @@ from aenv.network.resolver import Resolver
 from aenv.network.slots import IndexTaken, Slots
 from aenv.network.upstream import Upstream
 
-ACQUIRE_SECONDS = 10.0
+ACQUIRE_SECONDS = 30.0
 RELEASE_SECONDS = 5.0
 GUARD_SECONDS = 5.0
 FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 0.5, 30.0
