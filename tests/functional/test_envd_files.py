@@ -142,7 +142,7 @@ def test_what_cannot_be_downloaded(envd: Envd, tmp_path: Path) -> None:
     assert failed(envd.get(tmp_path / "broken"), 404, "does not exist")
     assert failed(envd.get(tmp_path / "fifo"), 400, "FIFO")
     assert failed(envd.get("/dev/zero"), 400, "device")
-    assert failed(envd.get(tmp_path / "loop"), 400, "loop")
+    assert failed(envd.get(tmp_path / "loop"), 400, "cyclic")
     assert failed(envd.get("a\0b"), 400, "NUL")
     assert failed(envd.get("/" + "x" * 300), 400, "too long")
     assert failed(envd.get("/x" * 3000), 400, "too long")
@@ -321,7 +321,13 @@ def test_open_files_of_envd_are_no_way_around_closed_directories(envd: Envd) -> 
             descriptors = Path(f"/proc/{envd.pid}/fd")
             (link,) = (entry for entry in descriptors.iterdir() if entry.exists() and entry.samefile(secret))
             for name in (link, f"/proc/self/fd/{link.name}", f"/proc/thread-self/fd/{link.name}"):
-                assert failed(envd.get(name, username=NOBODY), 400, "a link into a process")
+                assert failed(envd.get(name, username=NOBODY), 400, "link into a process")
+                assert "symlinkTarget" in str(envd.rpc("Stat", path=str(name)))
+                for method in ("Stat", "ListDir", "MakeDir", "Remove"):
+                    status, answer = envd.rpc(method, NOBODY, path=f"{name}/below")
+                    assert (status, answer["code"]) == (400, "failed_precondition"), (method, answer)
+                status, answer = envd.rpc("Stat", NOBODY, path=str(name))
+                assert str(secret) not in str(answer)
             assert failed(envd.get(secret, username=NOBODY), 403, "permission denied")
 
 

@@ -7,11 +7,11 @@ use std::fs::{File, Metadata};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::Path;
 
-use rustix::fs::{openat, openat2, Mode, OFlags, ResolveFlags, CWD};
+use rustix::fs::{openat, openat2, Mode, OFlags, CWD};
 use rustix::io::Errno;
-use rustix::process::geteuid;
 
 use crate::filesystem::error::{FsError, FsErrorKind};
+use crate::filesystem::links;
 use crate::filesystem::place::make_parents;
 
 /// Mode of a new file: 0666 less the usual umask, whatever envd's own umask is.
@@ -44,8 +44,9 @@ pub struct Target {
 /// `invalid_argument` when the path is taken by something else; `permission_denied`; `no space`.
 pub fn write(path: &Path) -> Result<Target, FsError> {
     let create = OFlags::WRONLY | OFlags::CREATE | ALWAYS;
+    links::check(path, false)?;
     make_parents(path)?;
-    match openat2(CWD, path, create | OFlags::EXCL, FILE_MODE, links()) {
+    match openat2(CWD, path, create | OFlags::EXCL, FILE_MODE, links::allowed()) {
         Ok(file) => return Ok(Target { file: file.into(), created: true }),
         Err(Errno::EXIST | Errno::ISDIR) => {}
         Err(errno) => return Err(failed("create", path, errno)),
@@ -56,7 +57,7 @@ pub fn write(path: &Path) -> Result<Target, FsError> {
             Ok(Target { file, created: false })
         }
         // A link to a file that does not exist yet.
-        Err(Errno::NOENT) => match openat2(CWD, path, create, FILE_MODE, links()) {
+        Err(Errno::NOENT) => match openat2(CWD, path, create, FILE_MODE, links::allowed()) {
             Ok(file) => Ok(Target { file: file.into(), created: false }),
             Err(errno) => Err(failed("create", path, errno)),
         },
@@ -65,17 +66,7 @@ pub fn write(path: &Path) -> Result<Target, FsError> {
 }
 
 fn resolve(path: &Path) -> Result<OwnedFd, Errno> {
-    openat2(CWD, path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty(), links())
-}
-
-/// The links in /proc/<pid>/fd lead to open files without passing the directories above them. Those of envd itself hold what
-/// other users' requests have opened, and are open to its own threads, whatever user they act as. Root needs no detour.
-fn links() -> ResolveFlags {
-    if geteuid().is_root() {
-        ResolveFlags::empty()
-    } else {
-        ResolveFlags::NO_MAGICLINKS
-    }
+    openat2(CWD, path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty(), links::allowed())
 }
 
 /// Opens a handle if it is that of a regular file. The kernel checks permissions again, and nothing is looked up by name.
@@ -99,10 +90,7 @@ fn reopen(handle: OwnedFd, path: &Path, flags: OFlags) -> Result<(File, Metadata
 
 fn failed(action: &str, path: &Path, errno: Errno) -> FsError {
     match errno {
-        Errno::LOOP => FsError::new(
-            FsErrorKind::FailedPrecondition,
-            format!("cannot {action} '{}': symbolic link loop, or a link into a process", path.display()),
-        ),
+        Errno::LOOP => links::forbidden(path),
         _ => FsError::errno(action, path, errno),
     }
 }

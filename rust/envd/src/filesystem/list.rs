@@ -7,6 +7,7 @@ use std::path::Path;
 
 use super::entry::{describe, EntryInfo};
 use super::error::{FsError, FsErrorKind};
+use super::links;
 use crate::users::UserDb;
 
 /// Calls `emit` for every entry below `path`, `depth` levels deep (0 means 1): each directory before what is in it, names in
@@ -55,6 +56,7 @@ pub fn list(
 /// # Errors
 /// See [`list`].
 pub fn require_directory(path: &Path) -> Result<(), FsError> {
+    links::check(path, true)?;
     match fs::metadata(path) {
         Ok(metadata) if metadata.is_dir() => Ok(()),
         Ok(_) => Err(FsError::invalid(format!("path '{}' is not a directory", path.display()))),

@@ -3,6 +3,7 @@
 pub mod credentials;
 pub mod entry;
 pub mod error;
+pub mod links;
 pub mod list;
 pub mod metadata;
 pub mod place;

@@ -6,6 +6,7 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::Path;
 
 use super::error::{FsError, FsErrorKind};
+use super::links;
 
 /// Mode of every directory made for a client, less the umask.
 const DIRECTORY_MODE: u32 = 0o755;
@@ -21,6 +22,7 @@ pub fn make_dir(path: &Path) -> Result<(), FsError> {
         }
         _ => FsError::invalid(format!("path '{}' exists and is not a directory", path.display())),
     };
+    links::check(path, false)?;
     if fs::symlink_metadata(path).is_ok() {
         return Err(taken(path));
     }
@@ -68,6 +70,8 @@ pub fn make_parents(path: &Path) -> Result<(), FsError> {
 /// `not_found` for the source; `failed_precondition` for a destination on another file system or a directory that is not empty;
 /// `invalid_argument` for a directory moved into itself, or a file onto a directory or the reverse.
 pub fn rename(source: &Path, destination: &Path) -> Result<(), FsError> {
+    links::check(source, false)?;
+    links::check(destination, false)?;
     fs::symlink_metadata(source).map_err(|error| FsError::io("move", source, &error))?;
     if destination.starts_with(source) && destination != source {
         return Err(FsError::invalid(format!(

@@ -9,10 +9,11 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{fstat, openat, statat, unlinkat, AtFlags, Dir, FileType, Mode, OFlags, CWD};
+use rustix::fs::{fstat, openat, openat2, statat, unlinkat, AtFlags, Dir, FileType, Mode, OFlags, CWD};
 use rustix::io::Errno;
 
 use super::error::{FsError, FsErrorKind};
+use super::links;
 
 /// How often a directory that fills up again while it is being removed is emptied before giving up.
 const MAX_ATTEMPTS: u32 = 3;
@@ -27,8 +28,10 @@ pub fn remove(path: &Path) -> Result<(), FsError> {
         return Err(FsError::invalid(format!("refusing to remove '{}'", path.display())));
     };
     let failed = |errno| FsError::errno("remove", path, errno);
-    let parent = match open_directory(CWD, parent, OFlags::empty()) {
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let parent = match openat2(CWD, parent, flags, Mode::empty(), links::allowed()) {
         Ok(parent) => parent,
+        Err(Errno::LOOP) => return Err(links::forbidden(path)),
         Err(Errno::NOENT | Errno::NOTDIR) => return Ok(()),
         Err(errno) => return Err(failed(errno)),
     };
