@@ -139,4 +139,6 @@ class TestCgroup:
         assert not group.exists()
         cgroup.create(support, "left", memory_max=1, pids_max=1)
         cgroup.prune(support)
+        assert list(tmp_path.iterdir()) == []
+        cgroup.release(support)
         assert not tmp_path.exists()

@@ -30,9 +30,7 @@ def probe(home: Path, mountinfo: Path = _MOUNTINFO) -> CgroupSupport:
         return CgroupSupport(None, frozenset(), "no cgroup2 mount: VMMs run without a cgroup of their own")
     root = mount / "aenv" / hashlib.sha256(bytes(home)).hexdigest()[:12]
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        for group in (mount, root.parent, root):
-            _enable(group)
+        _prepare(root)
         controllers = frozenset((root / "cgroup.subtree_control").read_text().split()) & frozenset(_WANTED)
     except OSError as error:
         return CgroupSupport(None, frozenset(), f"{root} cannot be used ({error}): VMMs run without a cgroup")
@@ -49,7 +47,9 @@ def create(support: CgroupSupport, name: str, *, memory_max: int, pids_max: int)
     if support.root is None:
         return None
     group = support.root / name
-    group.mkdir(parents=True, exist_ok=True)
+    if not support.root.is_dir():  # another process of this home found it unused
+        _prepare(support.root)
+    group.mkdir(exist_ok=True)
     if "memory" in support.controllers:
         (group / "memory.max").write_text(str(memory_max))
         # The guest's memory may not be swapped away piecemeal by its own limit; absent without swap accounting.
@@ -74,12 +74,25 @@ def remove(support: CgroupSupport, name: str) -> None:
 
 
 def prune(support: CgroupSupport) -> None:
-    """Remove the empty groups that a killed server left, and the home's own if none is in use."""
+    """Remove the empty groups that a killed server left. Not while VMMs are being started."""
     if support.root is None or not support.root.is_dir():
         return
-    for group in (*(entry for entry in support.root.iterdir() if entry.is_dir()), support.root):
+    for group in (entry for entry in support.root.iterdir() if entry.is_dir()):
         with contextlib.suppress(OSError):
             group.rmdir()
+
+
+def release(support: CgroupSupport) -> None:
+    """Remove the home's own group if it is not in use."""
+    if support.root is not None:
+        with contextlib.suppress(OSError):
+            support.root.rmdir()
+
+
+def _prepare(root: Path) -> None:
+    root.mkdir(parents=True, exist_ok=True)
+    for group in (root.parents[1], root.parent, root):
+        _enable(group)
 
 
 def _enable(group: Path) -> None:

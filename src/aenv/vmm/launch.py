@@ -3,13 +3,11 @@
 import contextlib
 import errno
 import fcntl
-import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,12 +117,18 @@ def spawn(program: Program, spec: VmSpec, *, home: Path, cmdline: str, cgroup: P
         files.append((spec.disk.path, JailPath.DISK, True))
         if spec.disk.backing is not None:
             files.append((spec.disk.backing, JailPath.BACKING, False))
-        limits = {
-            "cgroup": None if cgroup is None else str(cgroup),
-            "tap": (str(spec.netns), spec.tap),
-            "max_file_size": spec.disk.size + spec.disk.size // 1024 + _FILE_SLACK,
-        }
-        return _start(program, argv, files, mark(home, spec.sandbox_id), spec.uid, output, listener.fileno(), limits)
+        return _start(
+            program,
+            argv,
+            files,
+            root_source=mark(home, spec.sandbox_id),
+            uid=spec.uid,
+            output=output,
+            listen_fd=listener.fileno(),
+            tap=(str(spec.netns), spec.tap),
+            cgroup=cgroup,
+            max_file_size=spec.disk.size + spec.disk.size // 1024 + _FILE_SLACK,
+        )
     finally:
         # The VMM has its own copy. With ours closed, its end is the end of the connection.
         listener.close()
@@ -134,33 +138,37 @@ def run_probe(program: Program, *, kernel: Path, initramfs: Path, uid: int, outp
     """Start a guest without disk, network and control, its console on `output`; return the pid. Raises VmmError."""
     _check_readable(kernel, initramfs)
     files = [(kernel, JailPath.KERNEL, False), (initramfs, JailPath.INITRAMFS, False)]
-    limits = {"cgroup": None, "tap": None, "max_file_size": OUTPUT_BYTES}
-    return _start(program, probe_command(program.machine), files, "aenv-probe", uid, output, None, limits)
+    return _start(program, probe_command(program.machine), files, root_source="aenv-probe", uid=uid, output=output)
 
 
 def _start(
     program: Program,
     argv: list[str],
     files: list[tuple[Path, str, bool]],
+    *,
     root_source: str,
     uid: int,
     output: Output,
-    listen_fd: int | None,
-    limits: Mapping[str, object],
+    listen_fd: int | None = None,
+    tap: tuple[str, str] | None = None,
+    cgroup: Path | None = None,
+    max_file_size: int = OUTPUT_BYTES,
 ) -> int:
     """Spawn the jail that becomes `argv`."""
-    config = {
-        "argv": argv,
-        "root_source": root_source,
-        "binds": [*((path, path, False) for path in program.binds), *((str(a), b, w) for a, b, w in files)],
-        "links": program.links,
-        "devices": ["/dev/null", *(["/dev/kvm"] if program.machine.accel == "kvm" else [])],
-        "uid": uid,
+    parameters = jail.parameters(
+        argv=argv,
+        root_source=root_source,
+        binds=[*((path, path, False) for path in program.binds), *((str(a), b, w) for a, b, w in files)],
+        links=list(program.links),
+        devices=["/dev/null", *(["/dev/kvm"] if program.machine.accel == "kvm" else [])],
+        uid=uid,
+        tap=tap,
+        cgroup=None if cgroup is None else str(cgroup),
+        max_file_size=max_file_size,
         # A guest goes before the server does, when the host runs out of memory or of CPU time.
-        "oom_score_adj": 500,
-        "nice": 5,
-        **limits,
-    }
+        oom_score_adj=500,
+        nice=5,
+    )
     actions: list[tuple[int, int, int] | tuple[int, int, str, int, int]] = [
         (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
         (os.POSIX_SPAWN_DUP2, output.fd, 1),
@@ -171,7 +179,7 @@ def _start(
     try:
         return os.posix_spawn(
             sys.executable,
-            [sys.executable, "-I", "-S", jail.__file__, json.dumps(config)],
+            [sys.executable, "-I", "-S", jail.__file__, parameters],
             {"LC_ALL": "C.UTF-8"},
             file_actions=actions,
         )

@@ -97,8 +97,13 @@ class Process:
 
     @classmethod
     def spawned(cls, pid: int) -> "Process":
-        """Take charge of a child that nobody else waits for."""
-        pidfd = os.pidfd_open(pid)
+        """Take charge of a child that nobody else waits for. Raises VmmError, and then the child is ended."""
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError as error:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise VmmError(f"the VMM process {pid} cannot be watched: {error}") from error
         # Until it is waited for even a dead child keeps its entry.
         fields = (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
         return cls(pid, int(fields[19]), pidfd)

@@ -62,24 +62,24 @@ class QemuVmm:
 
     async def boot(self, spec: VmSpec) -> QemuVm:
         host = await self._find_out()
+        output: Output | None = None
         vm: QemuVm | None = None
-        output = Output()
         try:
+            output = Output()
             vm = await self._launch(host, spec, output)
             await vm.control(_CONTROL_DEADLINE)
             return vm
         except BaseException as error:
             if vm is not None:
                 await _finish(vm.kill())
-            output.close()
-            if isinstance(error, VmmError):
+            if output is not None:
+                output.close()
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise InsufficientStorage(f"no space to start a VMM in {spec.directory}: {error}") from error
+            if isinstance(error, VmmError | OSError):
                 # What the VMM printed says more than how we noticed.
-                said = output.tail() or error.message
+                said = (output and output.tail()) or str(error)
                 raise VmmError(f"the VMM of {spec.sandbox_id} did not start: {said}") from error
-            if isinstance(error, OSError):
-                if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                    raise InsufficientStorage(f"no space to start a VMM in {spec.directory}: {error}") from error
-                raise VmmError(f"the VMM of {spec.sandbox_id} could not be started: {error}") from error
             raise
 
     async def adopt(self, spec: VmSpec, handle: VmHandle) -> QemuVm:
@@ -109,7 +109,7 @@ class QemuVmm:
 
     async def aclose(self) -> None:
         if self._host is not None:
-            await asyncio.to_thread(cgroup.prune, self._host.cgroups)
+            await asyncio.to_thread(cgroup.release, self._host.cgroups)
 
     async def cgroups(self) -> cgroup.CgroupSupport:
         """Whether VMMs get a cgroup here, and why not; for `aenv doctor`."""

@@ -103,7 +103,10 @@ class QemuVm:
             text = base64.b64decode(str(answer), validate=True)
         except (binascii.Error, ValueError):
             raise VmmError("the VMM's answer to 'ringbuf-read' is not base64") from None
-        await asyncio.to_thread(_append_log, self._directory / SERIAL_LOG, text)
+        try:
+            await asyncio.to_thread(_append_log, self._directory / SERIAL_LOG, text)
+        except OSError as error:
+            raise VmmError(f"the guest's console cannot be logged: {error}") from error
         return text
 
     async def kill(self) -> None:
@@ -142,7 +145,7 @@ class QemuVm:
                 if self._reason is None and not ended.done():
                     await self._check()
             if not ended.done():
-                with contextlib.suppress(AenvError, OSError):
+                with contextlib.suppress(AenvError):
                     await self._note_last_words()
                 with contextlib.suppress(DeadlineExceeded):
                     await self._process.kill(self._kill_deadline)
@@ -153,7 +156,8 @@ class QemuVm:
         if self.output:
             detail += f"; the VMM's last words: {self.output[-500:]}"
         await self._release()
-        await asyncio.to_thread(self._on_gone)
+        with contextlib.suppress(OSError):
+            await asyncio.to_thread(self._on_gone)
         self._exit.set_result(VmExit(self._process.status, detail))
 
     async def _note_last_words(self) -> None:
