@@ -2,7 +2,7 @@
 //!
 //! Uploads write into the destination itself: its inode, mode and watchers stay, as clients expect. The price is that an upload
 //! that fails on its way cannot leave the old content. It never leaves half of the new one either: a file that it created is
-//! removed, a file that existed is left empty, and the space is free again.
+//! removed (parents that it made stay), a file that existed is left empty, and the space is free again.
 
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
@@ -64,17 +64,17 @@ impl Sink {
     /// See [`open::write`] and [`metadata::replace`]; `no space` when the known length does not fit, before anything is changed.
     pub async fn open(destination: Destination) -> Result<Self, FsError> {
         let Destination { user, path, metadata, gzip, length } = destination;
-        let (owner, opened_path) = (user.clone(), path.clone());
-        let open = run_as(&user, move || {
-            require_space(&opened_path, length)?;
-            let target = open::write(&opened_path)?;
-            let found = target.file.metadata().map_err(|error| FsError::io("stat", &opened_path, &error))?;
+        let owner = user.clone();
+        // The whole sink is made over there, so that it also undoes itself for a client that goes away in this moment.
+        let sink = run_as(&owner, move || {
+            require_space(&path, length)?;
+            let target = open::write(&path)?;
+            let found = target.file.metadata().map_err(|error| FsError::io("stat", &path, &error))?;
             let created = target.created.then_some((found.dev(), found.ino()));
-            Ok(Open { writer: Writer::new(target.file, gzip), created })
+            Ok(Self { user, path, open: Some(Open { writer: Writer::new(target.file, gzip), created }) })
         })
         .await?;
-        // A step of its own, so that the file is discarded when it fails.
-        let sink = Self { user, path, open: Some(open) };
+        // A step of its own, because what fails in it has to be undone with the thread's own credentials restored.
         sink.step(move |writer, path| prepare(writer.file(), path, &owner, &metadata)).await
     }
 

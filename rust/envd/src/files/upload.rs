@@ -113,9 +113,8 @@ impl Plan {
     async fn form(self, body: BodyReader<Incoming>) -> Result<Vec<Written>, HttpError> {
         let mut form = Multipart::new(self.multipart.as_deref().unwrap_or(""), body)?;
         let result = self.parts(&mut form).await;
-        if result.is_err() {
-            form.drain().await;
-        }
+        // Also after the last part: a connection with an unread end cannot be used again.
+        form.drain().await;
         result
     }
 
