@@ -53,7 +53,7 @@ missing_packages() {
 ensure_backports() {
     [ "$ID $VERSION_CODENAME" = "debian bookworm" ] || return 0
     # shellcheck disable=SC2016 # apt's own placeholder
-    apt-get indextargets --format '$(RELEASE)' | grep -qx "$VERSION_CODENAME-backports" && return 0
+    if [[ $'\n'$(apt-get indextargets --format '$(RELEASE)') == *$'\n'"$VERSION_CODENAME-backports"* ]]; then return 0; fi
     update_once
     local stanza
     stanza=$(PYTHONPATH=src python3 -m aenv.distro.sources backports)
