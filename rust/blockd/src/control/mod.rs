@@ -1,0 +1,1 @@
+//! The control socket: newline-delimited JSON.

@@ -1,0 +1,1 @@
+//! Serving images as files of one FUSE mount.

@@ -1,0 +1,1 @@
+//! Attached images and what can be done with them.

@@ -1,0 +1,20 @@
+//! The data plane of AgentENV.
+//!
+//! An *image* is a stack of overlaybd layers with at most one writable upper (crate [`overlaybd`]). This daemon attaches
+//! images by name and serves each as a path: a file in one FUSE mount, or a ublk block device.
+//!
+//! * [`control`] speaks newline-delimited JSON on a Unix socket (`docs/formats/blockd-control.md`).
+//! * [`image`] holds the attached images and what can be done with them: seal, compact, import, export.
+//! * [`fuse`] and [`ublk`] serve them.
+
+pub mod control;
+pub mod error;
+pub mod fuse;
+pub mod image;
+pub mod ublk;
+// Owners of these modules uncomment their line when the module exists.
+// pub mod cache;
+// pub mod capture;
+// pub mod origin;
+
+pub use error::{Code, Error};

@@ -1,0 +1,5 @@
+//! `aenv-blockd`: see the library.
+
+fn main() -> std::process::ExitCode {
+    std::process::ExitCode::SUCCESS
+}

@@ -1,0 +1,1 @@
+//! Serving images as ublk block devices.
