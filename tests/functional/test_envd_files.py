@@ -374,36 +374,3 @@ def test_tokens_and_signatures(tmp_path: Path) -> None:
             late = str(at + 1000)
             assert failed(secured.get(path, signature=signed, signature_expiration=late), 401, "invalid signature")
         assert failed(secured.get(path, signature=signed, signature_expiration=str(at)), 401, "already expired")
-
-
-# Size
-
-
-@pytest.mark.parametrize("form", [False, True])
-def test_a_gibibyte_each_way_in_bounded_memory(tmp_path: Path, form: bool) -> None:
-    size, block = 1 << 30, os.urandom(MIB)
-    expected = hashlib.sha256(block * 64).hexdigest()
-
-    def body() -> Iterator[bytes]:
-        head = b'--X\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n'
-        yield head if form else b""
-        for _ in range(size // MIB):
-            yield block
-        yield b"\r\n--X--" if form else b""
-
-    kind = "multipart/form-data; boundary=X" if form else "application/octet-stream"
-    query = {"path": str(tmp_path / "f")}
-    with running_envd() as envd:
-        envd.put(tmp_path / "warm", b"x" * MIB)
-        before = envd.peak_memory()
-        answer = envd.http.post("/files", params=query, content=body(), headers={"content-type": kind})
-        assert answer.status_code == 200, answer.text
-        received, digest = 0, hashlib.sha256()
-        with envd.http.stream("GET", "/files", params=query, headers={"accept-encoding": "identity"}) as download:
-            for chunk in download.iter_bytes(MIB):
-                if received < 64 * MIB:
-                    digest.update(chunk)
-                received += len(chunk)
-        assert (received, digest.hexdigest()) == (size, expected)
-        assert envd.peak_memory() - before < 32 * MIB
-    (tmp_path / "f").unlink()
