@@ -59,6 +59,8 @@ pub struct Tree {
     root: PathBuf,
     recursive: bool,
     include_entry: bool,
+    /// While a batch is translated, if events carry entries: read once for all of them.
+    users: Option<UserDb>,
     directories: HashMap<i32, Directory>,
 }
 
@@ -73,7 +75,7 @@ impl Tree {
         recursive: bool,
         include_entry: bool,
     ) -> Result<Self, FsError> {
-        let mut tree = Self { inotify, root, recursive, include_entry, directories: HashMap::new() };
+        let mut tree = Self { inotify, root, recursive, include_entry, users: None, directories: HashMap::new() };
         let wd = add_watch(tree.inotify.get_ref(), &tree.root, INTEREST).map_err(|errno| failed(&tree.root, errno))?;
         tree.directories.insert(wd, Directory { relative: PathBuf::new(), announced: HashSet::new() });
         if recursive {
@@ -88,6 +90,7 @@ impl Tree {
     /// `resource_exhausted` when events were lost or a new directory cannot be watched.
     pub fn translate(&mut self, batch: Vec<Raw>) -> Result<Vec<FilesystemEvent>, FsError> {
         let mut events = Vec::new();
+        self.users = self.include_entry.then(UserDb::load);
         // Directories that left their place, by cookie; those that came to no other place in the tree have left it.
         let mut leaving: HashMap<u32, PathBuf> = HashMap::new();
         for raw in batch {
@@ -143,12 +146,9 @@ impl Tree {
     }
 
     fn event(&self, relative: PathBuf, kind: EventType) -> FilesystemEvent {
-        let entry = if self.include_entry {
-            // What is gone by now has no entry.
-            entry::stat(&super::absolute(&self.root, &relative), &UserDb::load()).ok()
-        } else {
-            None
-        };
+        // What is gone by now has no entry.
+        let describe = |users| entry::stat(&super::absolute(&self.root, &relative), users).ok();
+        let entry = self.users.as_ref().and_then(describe);
         FilesystemEvent { name: relative.to_string_lossy().into_owned(), r#type: kind, entry }
     }
 
