@@ -200,6 +200,22 @@ fn a_page_that_never_reached_the_disk_is_no_damage_but_damage_is() {
     assert!(matches!(opened, Err(OpenUpperError::Log(_))), "flushed writes are not dropped silently");
 }
 
+#[test]
+fn a_guest_that_never_flushes_is_flushed_now_and_then() {
+    let dir = tempfile::tempdir().expect("directory");
+    let size = 128 << 20;
+    let rig = Rig::create(dir.path(), Mode::Append, size);
+    // Every second sector, so that no entries join: more than may wait for a flush.
+    for n in 0..(1 << 16) + 10u64 {
+        rig.image.write_at(&[n as u8 | 1; 512], n * 1024).expect("write");
+    }
+    drop(rig);
+    let rig = Rig::reopen(dir.path(), Mode::Append, size);
+    let mut sector = [0; 512];
+    rig.image.read_at(&mut sector, ((1 << 16) - 1) * 1024).expect("read");
+    assert_eq!(sector, [0xFF; 512]);
+}
+
 /// The limit on file sizes stands in for a full disk; the shell makes hitting it an error instead of a signal.
 #[test]
 fn a_full_disk_is_an_error_and_nothing_else() {

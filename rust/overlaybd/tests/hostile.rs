@@ -114,6 +114,18 @@ fn lsmt_fields(good: &[u8]) -> Vec<usize> {
     header.iter().flat_map(|at| [*at, trailer + at]).chain((0..4).map(|i| index + i * 8)).collect()
 }
 
+/// Good files for the fuzz targets to start from.
+#[test]
+#[ignore = "writes fuzz/corpus, which is not kept in the repository"]
+fn write_corpus() {
+    let dir = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/corpus/layer");
+    std::fs::create_dir_all(&dir).expect("directory");
+    let (lz4, zstd) = (compressed(Algorithm::Lz4), compressed(Algorithm::Zstd));
+    for (name, bytes) in [("lsmt", layer()), ("lz4", lz4), ("zstd", zstd)] {
+        std::fs::write(dir.join(name), bytes).expect("corpus");
+    }
+}
+
 #[test]
 fn damaged_layers() {
     let good = layer();

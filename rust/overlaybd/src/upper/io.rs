@@ -153,9 +153,11 @@ impl Upper {
     }
 
     fn limit_pending(&self) -> Result<(), WriteError> {
-        match read(&self.state).pending.len() {
-            0..MAX_PENDING => Ok(()),
-            _ => Ok(self.flush()?),
+        // Bound first: a guard in the scrutinee of a `match` would be held while flushing.
+        let pending = read(&self.state).pending.len();
+        if pending >= MAX_PENDING {
+            self.flush()?;
         }
+        Ok(())
     }
 }
