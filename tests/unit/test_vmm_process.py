@@ -123,22 +123,34 @@ class TestCgroup:
         assert support.root is None
 
     def test_limits_where_there_are_controllers(self, tmp_path: Path) -> None:
-        support = cgroup.CgroupSupport(tmp_path, frozenset({"memory", "pids"}), "")
+        root = tmp_path / "home"
+        root.mkdir()
+        (root / "cgroup.controllers").write_text("cpu memory pids\n")
+        support = cgroup.CgroupSupport(root, frozenset({"memory", "pids"}), "")
         group = cgroup.create(support, "sb", memory_max=1 << 29, pids_max=130)
-        assert group == tmp_path / "sb"
+        assert group == root / "sb"
         assert (group / "memory.max").read_text() == str(1 << 29)
         assert (group / "pids.max").read_text() == "130"
+        assert (root / "cgroup.subtree_control").exists()
 
     def test_none_where_there_are_not(self, tmp_path: Path) -> None:
-        support = cgroup.CgroupSupport(tmp_path, frozenset(), "")
+        support = cgroup.CgroupSupport(tmp_path / "home", frozenset(), "")
         group = cgroup.create(support, "sb", memory_max=1, pids_max=1)
         assert group is not None
         assert list(group.iterdir()) == []
-        cgroup.remove(support, "sb")
-        cgroup.remove(support, "sb")
-        assert not group.exists()
         cgroup.create(support, "left", memory_max=1, pids_max=1)
         cgroup.prune(support)
         assert list(tmp_path.iterdir()) == []
-        cgroup.release(support)
-        assert not tmp_path.exists()
+
+    def test_the_last_one_takes_the_homes_group_along(self) -> None:
+        """On the real file system of cgroups: what else is in such a folder is no obstacle."""
+        support = cgroup.probe(Path("/nonexistent/home/of/a/test"))
+        if support.root is None:
+            pytest.skip(support.detail)
+        for name in ("a", "b"):
+            cgroup.create(support, name, memory_max=1 << 30, pids_max=100)
+        cgroup.remove(support, "a")
+        assert [entry.name for entry in support.root.iterdir() if entry.is_dir()] == ["b"]
+        cgroup.remove(support, "b")
+        cgroup.remove(support, "b")
+        assert not support.root.exists()

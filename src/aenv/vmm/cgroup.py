@@ -24,19 +24,21 @@ class CgroupSupport:
 
 
 def probe(home: Path, mountinfo: Path = _MOUNTINFO) -> CgroupSupport:
-    """Find the cgroup2 mount and make this home's group in it with what controllers can be had."""
+    """Find the cgroup2 mount, and make ``aenv`` in it with what controllers can be had."""
     mount = _find_mount(mountinfo)
     if mount is None:
         return CgroupSupport(None, frozenset(), "no cgroup2 mount: VMMs run without a cgroup of their own")
-    root = mount / "aenv" / hashlib.sha256(bytes(home)).hexdigest()[:12]
+    base = mount / "aenv"
     try:
-        _prepare(root)
-        controllers = frozenset((root / "cgroup.subtree_control").read_text().split()) & frozenset(_WANTED)
+        base.mkdir(exist_ok=True)
+        for group in (mount, base):
+            _enable(group)
+        controllers = frozenset((base / "cgroup.subtree_control").read_text().split()) & frozenset(_WANTED)
     except OSError as error:
-        return CgroupSupport(None, frozenset(), f"{root} cannot be used ({error}): VMMs run without a cgroup")
+        return CgroupSupport(None, frozenset(), f"{base} cannot be used ({error}): VMMs run without a cgroup")
     missing = [name for name in _WANTED if name not in controllers]
-    detail = f"{root}" + (f"; no limits of {', '.join(missing)} (controller not in cgroup2)" if missing else "")
-    return CgroupSupport(root, controllers, detail)
+    detail = str(base) + (f"; no limits of {', '.join(missing)} (controller not in cgroup2)" if missing else "")
+    return CgroupSupport(base / hashlib.sha256(bytes(home)).hexdigest()[:12], controllers, detail)
 
 
 def create(support: CgroupSupport, name: str, *, memory_max: int, pids_max: int) -> Path | None:
@@ -47,9 +49,10 @@ def create(support: CgroupSupport, name: str, *, memory_max: int, pids_max: int)
     if support.root is None:
         return None
     group = support.root / name
-    if not support.root.is_dir():  # another process of this home found it unused
-        _prepare(support.root)
-    group.mkdir(exist_ok=True)
+    try:
+        _make(support, group)
+    except FileNotFoundError:  # the home's last VMM ended meanwhile, and with it the home's group
+        _make(support, group)
     if "memory" in support.controllers:
         (group / "memory.max").write_text(str(memory_max))
         # The guest's memory may not be swapped away piecemeal by its own limit; absent without swap accounting.
@@ -61,38 +64,32 @@ def create(support: CgroupSupport, name: str, *, memory_max: int, pids_max: int)
 
 
 def remove(support: CgroupSupport, name: str) -> None:
-    """Kill whatever is still in the group and remove it. Idempotent; a group that is still dying is left to `prune`."""
+    """Kill whatever is still in the group and remove it, and the home's if it was the last. Idempotent; a group that
+    is still dying is left to `prune`."""
     if support.root is None:
         return
     group = support.root / name
     with contextlib.suppress(OSError):
-        group.rmdir()
-        return
-    with contextlib.suppress(OSError):
         (group / "cgroup.kill").write_text("1")
-        group.rmdir()
+    for unused in (group, support.root):
+        with contextlib.suppress(OSError):
+            unused.rmdir()
 
 
 def prune(support: CgroupSupport) -> None:
     """Remove the empty groups that a killed server left. Not while VMMs are being started."""
     if support.root is None or not support.root.is_dir():
         return
-    for group in (entry for entry in support.root.iterdir() if entry.is_dir()):
+    for group in (*(entry for entry in support.root.iterdir() if entry.is_dir()), support.root):
         with contextlib.suppress(OSError):
             group.rmdir()
 
 
-def release(support: CgroupSupport) -> None:
-    """Remove the home's own group if it is not in use."""
-    if support.root is not None:
-        with contextlib.suppress(OSError):
-            support.root.rmdir()
-
-
-def _prepare(root: Path) -> None:
-    root.mkdir(parents=True, exist_ok=True)
-    for group in (root.parents[1], root.parent, root):
-        _enable(group)
+def _make(support: CgroupSupport, group: Path) -> None:
+    group.parent.mkdir(exist_ok=True)
+    if support.controllers:
+        _enable(group.parent)
+    group.mkdir(exist_ok=True)
 
 
 def _enable(group: Path) -> None:

@@ -31,11 +31,17 @@ def _mark_prefix(home: Path) -> str:
 def read_start_time(pid: int) -> int | None:
     """Clock ticks since boot at which `pid` started; None if there is no such process or only its zombie."""
     try:
-        # The name (field 2) may hold blanks and parentheses: count after the last one. State is field 3.
-        fields = (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
-        return None if fields[0] in "ZX" else int(fields[19])
+        state, start_time = _read_stat(pid)
     except (OSError, IndexError, ValueError):
         return None
+    return None if state in "ZX" else start_time
+
+
+def _read_stat(pid: int) -> tuple[str, int]:
+    """State and start time, also of a zombie (proc(5): fields 3 and 22)."""
+    # The name, field 2, may hold blanks and parentheses: count after the last one.
+    fields = (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
+    return fields[0], int(fields[19])
 
 
 def read_mark(pid: int) -> str | None:
@@ -105,8 +111,7 @@ class Process:
             os.waitpid(pid, 0)
             raise VmmError(f"the VMM process {pid} cannot be watched: {error}") from error
         # Until it is waited for even a dead child keeps its entry.
-        fields = (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
-        return cls(pid, int(fields[19]), pidfd)
+        return cls(pid, _read_stat(pid)[1], pidfd)
 
     @classmethod
     def opened(cls, handle: VmHandle) -> "Process":

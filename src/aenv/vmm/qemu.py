@@ -108,8 +108,7 @@ class QemuVmm:
         return killed
 
     async def aclose(self) -> None:
-        if self._host is not None:
-            await asyncio.to_thread(cgroup.release, self._host.cgroups)
+        """There is nothing but the VMMs, and each is its own."""
 
     async def cgroups(self) -> cgroup.CgroupSupport:
         """Whether VMMs get a cgroup here, and why not; for `aenv doctor`."""
