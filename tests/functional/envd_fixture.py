@@ -1,7 +1,7 @@
 """The built envd as an ordinary process on loopback, and a bare Connect client for it.
 
-The binary is `AENV_ENVD_BIN`, or the release build under rust/target; tests are skipped when there is none. The client is
-not the product's: it writes and reads the wire format itself, malformed on purpose where a test wants that.
+The binary is `AENV_ENVD_BIN`, or the release build under rust/target; tests are skipped when there is none. The client
+is not the product's: it writes and reads the wire format itself, malformed on purpose where a test wants that.
 """
 
 import asyncio

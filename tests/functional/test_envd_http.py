@@ -155,7 +155,7 @@ async def test_deeply_nested_json_is_an_error(envd: Envd) -> None:
 
 async def test_huge_requests_are_refused_without_being_kept(envd: Envd) -> None:
     async def endless() -> AsyncIterator[bytes]:
-        for _ in range(80):
+        for _ in range(40):
             yield b" " * (1 << 20)
 
     response = None
@@ -238,3 +238,20 @@ async def test_connections_are_kept_and_reused(envd: Envd) -> None:
     for answer in await asyncio.to_thread(twice):
         assert answer.startswith(b"HTTP/1.1 204")
         assert b"connection: close" not in answer.lower()
+
+
+async def test_a_new_generation_cuts_older_connections_but_no_process(envd: Envd) -> None:
+    await init(envd, generation="one")
+    with pytest.raises(httpx.TransportError):
+        async with envd.stream("Start", start_message("read x; echo $x", stdin=True)) as stream:
+            await stream.step()
+            await init(envd, generation="one")
+            assert stream.result.pid in await envd.pids()
+            await init(envd, generation="two")
+            await stream.step()
+    process = {"pid": stream.result.pid}
+    async with envd.stream("Connect", {"process": process}) as again:
+        await again.step()
+        await envd.unary("SendInput", {"process": process, "input": {"stdin": "aGkK"}})
+        result = await again.finish()
+    assert (result.stdout, result.exit_code) == (b"hi\n", 0)

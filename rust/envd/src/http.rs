@@ -3,6 +3,8 @@
 use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use bytes::Bytes;
@@ -35,6 +37,22 @@ impl Peer {
     pub fn is_self(&self) -> bool {
         let remote = self.remote.ip().to_canonical();
         remote.is_loopback() || remote == self.local.ip().to_canonical()
+    }
+}
+
+/// Marks the connection that brings news of a new generation; unlike all others it is kept, to be answered on.
+#[derive(Debug, Clone, Default)]
+pub struct Survivor(Arc<AtomicBool>);
+
+impl Survivor {
+    /// Keeps this connection through the next change.
+    pub fn mark(&self) {
+        self.0.store(true, Ordering::Release);
+    }
+
+    /// Whether it was marked; the mark is used up.
+    pub fn take(&self) -> bool {
+        self.0.swap(false, Ordering::AcqRel)
     }
 }
 

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError, RwLock};
 
 use hyper::header::HeaderMap;
-use tokio::sync::Notify;
+use tokio::sync::{watch, Notify};
 
 use crate::error::RpcError;
 use crate::filesystem::watch::registry::Registry;
@@ -45,6 +45,8 @@ pub struct State {
     pub meter: Meter,
     /// The watchers of clients that poll.
     pub watchers: Registry,
+    /// Ticks when this guest has become another one: connections from before lead to a host that no longer knows them.
+    pub epoch: watch::Sender<u64>,
     /// Notified when the host asks the guest to power off.
     pub shutdown: Notify,
     settings: RwLock<Settings>,
@@ -69,6 +71,7 @@ impl State {
             processes,
             meter: Meter::default(),
             watchers: Registry::default(),
+            epoch: watch::Sender::new(0),
             shutdown: Notify::new(),
             settings: RwLock::new(settings),
         }

@@ -27,16 +27,18 @@ pub struct EventSink {
 }
 
 impl EventSink {
-    /// Sends one message; waits while the client is slow. Returns whether the client is still there.
+    /// Sends one message; waits until the connection has taken it, which a slow client delays. Returns whether the client is
+    /// still there.
     pub async fn send(&self, message: &impl Serialize) -> bool {
         self.send_frame(envelope::encode(envelope::MESSAGE, message)).await
     }
 
     /// Sends an already encoded frame, like [`EventSink::send`].
     pub async fn send_frame(&self, frame: Bytes) -> bool {
-        let alive = self.sender.send(Ok(frame)).await.is_ok();
+        let queued = self.sender.send(Ok(frame)).await.is_ok();
         self.started.notify_one();
-        alive
+        // With a queue of one, room for another message means that this one has left it.
+        queued && self.sender.reserve().await.is_ok()
     }
 }
 

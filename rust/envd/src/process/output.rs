@@ -207,6 +207,13 @@ impl Log {
         self.end += data.len() as u64;
     }
 
+    /// What `reader` has been given so far has reached its client.
+    fn confirm(&mut self, reader: u64) {
+        if let Some(&cursor) = self.readers.get(&reader) {
+            self.delivered = self.delivered.max(cursor);
+        }
+    }
+
     /// The next item for `reader`, if there is one.
     fn read(&mut self, reader: u64) -> Option<Item> {
         let Some(&cursor) = self.readers.get(&reader) else { return Some(Item::CutOff) };
@@ -216,7 +223,6 @@ impl Log {
         let item = Item::Data(chunk.stream, Bytes::copy_from_slice(&chunk.data[from..]));
         let after = chunk.end();
         self.readers.insert(reader, after);
-        self.delivered = self.delivered.max(after);
         Some(item)
     }
 }
@@ -229,8 +235,10 @@ pub struct Subscription {
 }
 
 impl Subscription {
-    /// Waits for the next item.
+    /// Waits for the next item. Asking for it confirms that the one before has been passed on: what a reader that goes away was
+    /// still holding is given to the next one.
     pub async fn next(&self) -> Item {
+        self.output.lock().confirm(self.id);
         loop {
             let mut changed = std::pin::pin!(self.output.changed.notified());
             changed.as_mut().enable();
@@ -311,8 +319,11 @@ mod tests {
         let first = output.subscribe();
         output.append(Stream::Stdout, b"seen").await;
         first.next().await;
+        output.append(Stream::Stdout, b"un").await;
+        // Given, but not confirmed by asking for more.
+        first.next().await;
         drop(first);
-        output.append(Stream::Stderr, b"unseen").await;
+        output.append(Stream::Stderr, b"seen").await;
         let second = output.subscribe();
         let beside = output.subscribe();
         output.append(Stream::Stdout, b"live").await;

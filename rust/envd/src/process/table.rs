@@ -111,7 +111,14 @@ impl Table {
 
     /// Forgets results older than [`RETENTION`].
     pub fn evict(&self) {
-        self.lock().evict(Instant::now());
+        let mut entries = self.lock();
+        entries.evict(Instant::now());
+        if entries.by_pid.is_empty() {
+            drop(entries);
+            // The allocator keeps what a burst needed; an idle sandbox should cost as little as a new one.
+            // SAFETY: only returns free memory to the kernel.
+            unsafe { libc::malloc_trim(0) };
+        }
     }
 
     /// The process a client means; with `ended`, also one whose result is still kept.

@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use base64::engine::general_purpose::STANDARD_NO_PAD;
+use base64::engine::general_purpose::{STANDARD_NO_PAD, URL_SAFE_NO_PAD};
 use base64::Engine;
 use bytes::{BufMut, Bytes, BytesMut};
 use serde::de::Error as _;
@@ -282,8 +282,9 @@ fn signal_number<'de, D: Deserializer<'de>>(deserializer: D) -> Result<i32, D::E
 /// Standard or URL-safe base64, padded or not.
 fn optional_bytes<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Vec<u8>>, D::Error> {
     let Some(text) = Option::<String>::deserialize(deserializer)? else { return Ok(None) };
-    let standard = text.trim_end_matches('=').replace('-', "+").replace('_', "/");
-    STANDARD_NO_PAD.decode(standard).map(Some).map_err(|error| D::Error::custom(format!("invalid base64: {error}")))
+    let unpadded = text.trim_end_matches('=');
+    let engine = if unpadded.contains(['-', '_']) { &URL_SAFE_NO_PAD } else { &STANDARD_NO_PAD };
+    engine.decode(unpadded).map(Some).map_err(|error| D::Error::custom(format!("invalid base64: {error}")))
 }
 
 #[cfg(test)]

@@ -9,7 +9,7 @@ use hyper::StatusCode;
 use serde::{Deserialize, Deserializer};
 
 use crate::error::HttpError;
-use crate::http::{empty, read_body, Request, Response};
+use crate::http::{empty, read_body, Request, Response, Survivor};
 use crate::log;
 use crate::machine::{certificates, clock, entropy, names, replace_file};
 use crate::state::State;
@@ -56,6 +56,7 @@ fn present<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<String>,
 /// # Errors
 /// 400 for a malformed body, before anything is changed; 500 when the machine refuses a change.
 pub async fn handle(request: Request, state: &State) -> Result<Response, HttpError> {
+    let survivor = request.extensions().get::<Survivor>().cloned().unwrap_or_default();
     let body = read_body(request.into_body(), MAX_BODY).await?;
     let bad = |message: String| HttpError::new(StatusCode::BAD_REQUEST, message);
     let configuration: Configuration = match &body[..] {
@@ -66,7 +67,12 @@ pub async fn handle(request: Request, state: &State) -> Result<Response, HttpErr
     if state.is_init {
         change.apply().map_err(|message| HttpError::new(StatusCode::INTERNAL_SERVER_ERROR, message))?;
     }
+    let before = state.settings().generation;
     apply_settings(configuration, state);
+    if before.is_some() && before != state.settings().generation {
+        survivor.mark();
+        state.epoch.send_modify(|epoch| *epoch += 1);
+    }
     Ok(empty(StatusCode::NO_CONTENT))
 }
 

@@ -12,7 +12,7 @@ use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::net::{TcpListener, TcpStream};
 
-use crate::http::{Peer, Request};
+use crate::http::{Peer, Request, Survivor};
 use crate::log;
 use crate::state::State;
 
@@ -38,20 +38,31 @@ pub async fn serve(listener: TcpListener, state: Arc<State>) -> Infallible {
     }
 }
 
+/// Serves one connection until the client closes it, or until the guest has become another one: after a resume or a fork the
+/// other end is gone, and without this a stream on it would count as a reader that never reads.
 async fn connection(stream: TcpStream, state: Arc<State>) {
     let (Ok(remote), Ok(local)) = (stream.peer_addr(), stream.local_addr()) else { return };
     let peer = Peer { remote, local };
+    let mut epoch = state.epoch.subscribe();
+    let survivor = Survivor::default();
     let _ = stream.set_nodelay(true);
+    let mark = survivor.clone();
     let service = service_fn(move |mut request: Request| {
         request.extensions_mut().insert(peer);
+        request.extensions_mut().insert(mark.clone());
         let state = state.clone();
         async move { Ok::<_, Infallible>(router::route(request, state).await) }
     });
-    // A broken connection concerns only its client, which already knows.
-    let _ = hyper::server::conn::http1::Builder::new()
+    let mut serving = std::pin::pin!(hyper::server::conn::http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(None)
         .max_buf_size(MAX_HEAD)
-        .serve_connection(TokioIo::new(stream), service)
-        .await;
+        .serve_connection(TokioIo::new(stream), service));
+    loop {
+        tokio::select! {
+            // A broken connection concerns only its client, which already knows.
+            _ = &mut serving => return,
+            _ = epoch.changed() => if !survivor.take() { return },
+        }
+    }
 }
