@@ -3,6 +3,7 @@
 import asyncio
 import fcntl
 import os
+import resource
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -41,6 +42,8 @@ BACKLOG = 2048
 def run(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT. Raises ConfigError, ProvisionError and what else makes a start impossible."""
     logs.configure(settings.log)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a sandbox takes about ten, each open connection two
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(settings))
 

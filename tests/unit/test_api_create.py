@@ -70,7 +70,6 @@ def test_too_long_a_life(timeout):
         ({"autoPauseMemory": False}, BadRequest, "needs autoPause"),
         ({"autoPauseMemory": False, "autoPause": True, "autoResume": {"enabled": True}}, BadRequest, "autoResume"),
         ({"autoPauseMemory": False, "autoPause": True}, NotYetAvailable, "pausing"),
-        ({"mcp": {"x": {}}}, NotYetAvailable, "MCP"),
         ({"iam": {"tokens": {}}}, NotYetAvailable, "iam"),
         ({"volumeMounts": [{"name": "v", "path": "/v"}]}, NotYetAvailable, "volumes"),
         ({"envVars": {"A=B": "c"}}, BadRequest, "'A=B' is not a variable name"),
@@ -90,7 +89,7 @@ def test_refusals(fields, error, part):
 
 
 def test_what_asks_for_nothing_is_no_request_for_it():
-    spec(mcp=None, iam={}, volumeMounts=[], autoResume={"enabled": False}, autoPauseMemory=True, network=None)
+    spec(mcp={"server": {}}, iam={}, volumeMounts=[], autoResume={"enabled": False}, autoPauseMemory=True, network=None)
 
 
 def test_a_wrong_value_is_told_before_what_is_missing_here():

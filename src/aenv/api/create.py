@@ -104,7 +104,6 @@ def _check_available(body: NewSandboxV2) -> None:
     for field, what in (
         ("volumeMounts", "volumes are"),
         ("iam", "identity tokens (iam) are"),
-        ("mcp", "the MCP gateway is"),
     ):
         if getattr(body, field):
             raise NotYetAvailable(f"{what} not available yet; create the sandbox without {field}")

@@ -67,6 +67,7 @@ class NewSandboxV2(_Request):
     metadata: StringMap | None = None
     envVars: StringMap | None = None
     mcp: dict[str, Any] | None = None
+    """Nothing for the server: the SDK itself starts the gateway that the template brings."""
     iam: dict[str, Any] | None = None
     volumeMounts: Annotated[list[SandboxVolumeMount], Field(fail_fast=True)] | None = None
 

@@ -10,7 +10,8 @@ import typer
 from aenv.cli import profile
 from aenv.cli.client import client
 from aenv.cli.output import Output, err, out, print_json, wants_json
-from aenv.cli.profile import DEFAULT_URL, Profile
+from aenv.cli.profile import Profile
+from aenv.config import load
 
 app = typer.Typer(help="The server and the key in use.", invoke_without_command=True)
 
@@ -39,7 +40,7 @@ def show(context: typer.Context, output: Output = None) -> None:
 
 @app.command()
 def login(
-    api_url: Annotated[str, typer.Option("--url", help="The server.")] = DEFAULT_URL,
+    api_url: Annotated[str | None, typer.Option("--url", help="The server; default: this machine's.")] = None,
     api_key: Annotated[
         str | None, typer.Option("--key", help="The key; asked for, or read from standard input, when not given.")
     ] = None,
@@ -47,7 +48,7 @@ def login(
     """Remember a server and its key, once the server has taken it."""
     if api_key is None:
         api_key = typer.prompt("API key", hide_input=True) if sys.stdin.isatty() else sys.stdin.readline().strip()
-    url = api_url.rstrip("/")
+    url = (api_url or profile.local_url(load())).rstrip("/")
     asyncio.run(_check(Profile(api_url=url, api_url_from="", api_key=api_key, api_key_from="", sandbox_url=url)))
     err.print(f"Saved to {profile.save(url, api_key)}")
 

@@ -1,10 +1,11 @@
 """The `aenv` command: puts the groups together and turns every error into one readable line."""
 
+import os
 import sys
 from typing import Annotated
 
-import click
 import typer
+from rich.markup import escape
 
 from aenv import __version__
 from aenv.cli import auth, bench, doctor, node, sandboxes
@@ -42,21 +43,17 @@ def _root(
 def main() -> None:
     """Entry point of the console command."""
     try:
-        code = app(standalone_mode=False)
+        app()
     except CliError as error:
         _fail(error.message, error.exit_code)
     except AenvError as error:
         _fail(error.message, INFRASTRUCTURE)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
-    except (KeyboardInterrupt, click.Abort):
-        _fail("interrupted", 130)
     except BrokenPipeError:
+        # Whoever read our output left; nothing more can be said there, not even by the interpreter's own flush.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
-    sys.exit(code if isinstance(code, int) else 0)
 
 
 def _fail(message: str, code: int) -> None:
-    err.print(f"[bold red]error:[/bold red] {' '.join(message.split())}", highlight=False, soft_wrap=True, markup=True)
+    err.print(f"[bold red]error:[/bold red] {escape(' '.join(message.split()))}", highlight=False, soft_wrap=True)
     sys.exit(code)

@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aenv.cli.errors import CliError
-from aenv.config import load
-
-DEFAULT_URL = "http://127.0.0.1:8000"
+from aenv.config import Settings, load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +33,9 @@ def credentials_file() -> Path:
 def resolve() -> Profile:
     """The profile in force. Raises CliError when there is no key."""
     saved = _saved()
-    url, url_from = _first(("AENV_API_URL", "E2B_API_URL"), saved.get("api_url"), (DEFAULT_URL, "default"))
-    key, key_from = _first(("AENV_API_KEY", "E2B_API_KEY"), saved.get("api_key"), _servers_own_key())
+    node = load()
+    url, url_from = _first(("AENV_API_URL", "E2B_API_URL"), saved.get("api_url"), (local_url(node), "this machine"))
+    key, key_from = _first(("AENV_API_KEY", "E2B_API_KEY"), saved.get("api_key"), _servers_own_key(node))
     if not key:
         raise CliError("no API key: set AENV_API_KEY, or run `aenv auth login`")
     sandbox_url = os.environ.get("AENV_SANDBOX_URL") or os.environ.get("E2B_SANDBOX_URL") or url
@@ -47,6 +46,12 @@ def resolve() -> Profile:
         api_key_from=key_from,
         sandbox_url=sandbox_url.rstrip("/"),
     )
+
+
+def local_url(node: Settings) -> str:
+    """Where a server of this machine's settings listens."""
+    host = node.api.host if ":" not in node.api.host else f"[{node.api.host}]"
+    return f"http://{host}:{node.api.port}"
 
 
 def save(api_url: str, api_key: str) -> Path:
@@ -76,8 +81,8 @@ def _saved() -> dict[str, str]:
     return saved if isinstance(saved, dict) else {}
 
 
-def _servers_own_key() -> tuple[str, str]:
-    path = load().secrets_dir / "api-key"
+def _servers_own_key(node: Settings) -> tuple[str, str]:
+    path = node.secrets_dir / "api-key"
     try:
         return path.read_text().strip(), str(path)
     except OSError:

@@ -73,12 +73,11 @@ class GuestClient:
         """Return when ``GET /health`` answers 2xx. Raises DeadlineExceeded after `deadline` seconds."""
         try:
             async with asyncio.timeout(deadline):
-                while not await self._healthy(address):
-                    await asyncio.sleep(PROBE_INTERVAL)  # noqa: ASYNC110 (another machine: there is no event)
+                while not await self._healthy(address):  # noqa: ASYNC110 (another machine: there is no event)
+                    await asyncio.sleep(PROBE_INTERVAL)
         except TimeoutError:
             raise DeadlineExceeded(
-                f"the guest's daemon at {address}:{ENVD_PORT} did not answer within {deadline:g} s; "
-                "its serial log says how far it booted"
+                f"the guest's daemon at {address}:{ENVD_PORT} did not answer within {deadline:g} s"
             ) from None
 
     async def _healthy(self, address: str) -> bool:

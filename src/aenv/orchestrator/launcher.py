@@ -4,12 +4,12 @@ import asyncio
 import shutil
 import time
 from collections.abc import Awaitable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from aenv.config import Settings
-from aenv.errors import InsufficientStorage, Unavailable, VmmError
+from aenv.errors import DeadlineExceeded, InfrastructureError, InsufficientStorage, Unavailable, VmmError
 from aenv.guest.envd import GuestClient, GuestInit
 from aenv.guest.provision import GuestBundle
 from aenv.images.protocol import Disk, ImageStore
@@ -17,6 +17,9 @@ from aenv.network.protocol import Network, Slot
 from aenv.orchestrator.record import Record
 from aenv.orchestrator.tokens import Tokens
 from aenv.vmm.protocol import Vm, Vmm, VmSpec
+
+CONSOLE_LINES = 5
+"""Of a guest that does not become ready, in the error."""
 
 
 @dataclass(slots=True)
@@ -80,7 +83,7 @@ class Launcher:
                 with held.timed("vmm"):
                     held.vm = await self._vmm.boot(self._vm_spec(record, held.slot, disk))
                 with held.timed("guest"):
-                    await _unless_ended(held.vm, self._guest.wait_ready(held.slot.address, limits.boot_deadline))
+                    await self._wait_ready(held.vm, held.slot.address)
                 with held.timed("init"):
                     await _unless_ended(held.vm, self._guest.init(held.slot.address, self._guest_init(record)))
         except TimeoutError:
@@ -88,6 +91,17 @@ class Launcher:
                 f"the sandbox was not ready within {limits.create_deadline:g} s: the node is busy; try again, "
                 "or raise orchestrator.create_deadline"
             ) from None
+
+    async def _wait_ready(self, vm: Vm, address: str) -> None:
+        """Return when the guest's daemon answers; say in the error how far the guest came."""
+        try:
+            await _unless_ended(vm, self._guest.wait_ready(address, self._settings.orchestrator.boot_deadline))
+        except DeadlineExceeded as error:
+            with suppress(InfrastructureError):
+                lines = (await vm.console()).decode(errors="replace").split("\n")[-CONSOLE_LINES:]
+                said = " | ".join(line.strip() for line in lines if line.strip())
+                raise DeadlineExceeded(f"{error.message}; its console ends with: {said or 'nothing'}") from error
+            raise
 
     async def adopt(self, record: Record, held: Held) -> None:
         """Take over the VMM a previous server started. Raises an InfrastructureError; the caller then tears down."""

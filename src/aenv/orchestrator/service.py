@@ -16,7 +16,7 @@ from typing import Protocol
 import structlog
 
 from aenv.config import Settings
-from aenv.errors import AenvError, Conflict, DeadlineExceeded, NotFound, TooManyRequests, Unavailable
+from aenv.errors import AenvError, BadRequest, Conflict, DeadlineExceeded, NotFound, TooManyRequests, Unavailable
 from aenv.lifecycle.events import CreateRequested, DeleteRequested, Expired, Orphaned
 from aenv.lifecycle.states import Operation, Stable
 from aenv.network.protocol import Network
@@ -172,7 +172,7 @@ class Orchestrator:
     def list(self, query: ListQuery) -> Page:
         template_id = None
         if query.template is not None:
-            with suppress(NotFound):
+            with suppress(NotFound, BadRequest):  # unknown, whatever it looks like: an empty listing
                 template_id = self._templates.resolve(query.template).id
         shown = (r.record.sandbox(self._tokens) for r in self._runners.values() if r.record.life.visible)
         return listing.page(shown, query, template_id)
