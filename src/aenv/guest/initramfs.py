@@ -1,7 +1,8 @@
 """The guest's initramfs: a newc cpio archive (Linux Documentation/driver-api/early-userspace/buffer-format.rst).
 
 Uncompressed on purpose: it is read from the host's page cache, and decompressing costs an emulated CPU more than it
-saves (3 MB: 2.00 s of CPU time to the daemon, 2.10 s with gzip, 2.08 s with zstd). Deterministic: the same content gives the same bytes.
+saves (3 MB: 2.00 s of CPU time to the daemon, 2.10 s with gzip, 2.08 s with zstd). Deterministic: the same content
+gives the same bytes.
 """
 
 from collections.abc import Iterable, Mapping
