@@ -97,11 +97,12 @@ class Launcher:
         try:
             await _unless_ended(vm, self._guest.wait_ready(address, self._settings.orchestrator.boot_deadline))
         except DeadlineExceeded as error:
+            console = b""
             with suppress(InfrastructureError):
-                lines = (await vm.console()).decode(errors="replace").split("\n")[-CONSOLE_LINES:]
-                said = " | ".join(line.strip() for line in lines if line.strip())
-                raise DeadlineExceeded(f"{error.message}; its console ends with: {said or 'nothing'}") from error
-            raise
+                console = await vm.console()
+            lines = console.decode(errors="replace").split("\n")
+            said = " | ".join([line.strip() for line in lines if line.strip()][-CONSOLE_LINES:])
+            raise DeadlineExceeded(f"{error.message}; its console ends with: {said or 'nothing'}") from error
 
     async def adopt(self, record: Record, held: Held) -> None:
         """Take over the VMM a previous server started. Raises an InfrastructureError; the caller then tears down."""
