@@ -48,7 +48,10 @@ pub async fn start(
     }
     let settings = state.settings();
     let cwd = working_directory(config.cwd.as_deref(), &user, &settings)?;
-    let envs = environment(&user, &settings, &config.envs);
+    let mut envs = environment(&user, &settings, &config.envs);
+    if request.pty.is_some() {
+        envs.entry("TERM".into()).or_insert_with(|| "xterm-256color".into());
+    }
     let program = Program::new(&config.cmd, &config.args, &envs, &cwd, &user).map_err(RpcError::invalid_argument)?;
 
     let streams = match request.pty {
