@@ -51,6 +51,26 @@ pub enum WriteError {
     Sealed,
 }
 
+impl ReadError {
+    /// The kernel's error number, if the failure came from there: what a guest should be told.
+    pub fn raw_os_error(&self) -> Option<i32> {
+        let Self::Source { source, .. } = self;
+        source.raw_os_error()
+    }
+}
+
+impl WriteError {
+    /// The kernel's error number, if the failure came from there (`ENOSPC` for a full disk): what a guest should be told.
+    pub fn raw_os_error(&self) -> Option<i32> {
+        match self {
+            Self::Io(error) => error.raw_os_error(),
+            Self::Read(error) => error.raw_os_error(),
+            Self::Flush(error) => error.raw_os_error(),
+            Self::ReadOnly | Self::OutOfRange { .. } | Self::Sealed => None,
+        }
+    }
+}
+
 /// What an operation sees, from its start to its end.
 struct View {
     stack: Arc<Stack>,

@@ -105,7 +105,7 @@ impl<W: Write> LayerWriter<W> {
     /// # Errors
     /// [`WriteLayerError`]; the layer is then incomplete and will not open.
     pub fn finish(mut self) -> Result<(W, LayerSummary), WriteLayerError> {
-        let index = replay(&self.extents);
+        let index = replay(self.extents);
         let padding = padding(index.len(), INDEX_BLOCK);
         let mut block = Vec::with_capacity(INDEX_BLOCK);
         for extent in index.iter().chain(std::iter::repeat_n(&Extent::PADDING, padding)) {

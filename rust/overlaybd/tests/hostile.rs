@@ -71,6 +71,19 @@ fn compressed(algorithm: Algorithm) -> Vec<u8> {
     writer.finish().expect("finish")
 }
 
+/// The data file and the index log of an upper that was written to.
+fn small_upper(dir: &std::path::Path) -> (Vec<u8>, Vec<u8>) {
+    let (data_path, index_path) = (dir.join("data"), dir.join("index"));
+    let info = LayerInfo { virtual_size: 1 << 20, uuid: Uuid::from_bytes([1; 16]), ..LayerInfo::default() };
+    let upper = Upper::create(open_rw(&data_path), open_rw(&index_path), info).expect("upper");
+    let image = Image::writable(Arc::new(Stack::empty()), Arc::new(upper)).expect("image");
+    for i in 0..10u64 {
+        image.write_at(&pattern(i, 3000), i * 10_000).expect("write");
+    }
+    image.flush().expect("flush");
+    (std::fs::read(&data_path).expect("data"), std::fs::read(&index_path).expect("index"))
+}
+
 /// Calls `test` with variations of `good`. `fields` are where header fields and index entries lie.
 fn mutate(good: &[u8], fields: &[usize], mut test: impl FnMut(&[u8])) {
     for len in (0..good.len()).step_by(good.len() / 60 + 1).chain([511, 512, 1023, 4095, 4096, 8191, 8192]) {
@@ -124,6 +137,12 @@ fn write_corpus() {
     for (name, bytes) in [("lsmt", layer()), ("lz4", lz4), ("zstd", zstd)] {
         std::fs::write(dir.join(name), bytes).expect("corpus");
     }
+    let files = tempfile::tempdir().expect("directory");
+    let (data, index) = small_upper(files.path());
+    let dir = dir.with_file_name("upper");
+    std::fs::create_dir_all(&dir).expect("directory");
+    let split = (data.len() as u16).to_le_bytes().to_vec();
+    std::fs::write(dir.join("append"), [split, data, index].concat()).expect("corpus");
 }
 
 #[test]
@@ -171,17 +190,10 @@ fn damaged_compressed_layers() {
 
 #[test]
 fn damaged_uppers() {
-    let dir = tempfile::tempdir().expect("directory");
+    // Memory, where there is such a place: thousands of flushes of a disk would only take time.
+    let dir = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).expect("directory");
     let (data_path, index_path) = (dir.path().join("data"), dir.path().join("index"));
-    let info = LayerInfo { virtual_size: 1 << 20, uuid: Uuid::from_bytes([1; 16]), ..LayerInfo::default() };
-    let upper = Upper::create(open_rw(&data_path), open_rw(&index_path), info).expect("upper");
-    let image = Image::writable(Arc::new(Stack::empty()), Arc::new(upper)).expect("image");
-    for i in 0..20u64 {
-        image.write_at(&pattern(i, 3000), i * 10_000).expect("write");
-    }
-    image.flush().expect("flush");
-    drop(image);
-    let (data, index) = (std::fs::read(&data_path).expect("data"), std::fs::read(&index_path).expect("index"));
+    let (data, index) = small_upper(dir.path());
     let run = |data: &[u8], index: &[u8]| {
         std::fs::write(&data_path, data).expect("data");
         std::fs::write(&index_path, index).expect("index");

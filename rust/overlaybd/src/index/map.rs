@@ -52,6 +52,14 @@ impl ExtentMap {
         out
     }
 
+    /// Whether one extent maps the whole run of data, to the place given.
+    pub fn maps(&self, start: u64, len: u64, place: u64) -> bool {
+        let Some(chunk) = self.chunks.get(self.chunk_for(start)) else { return false };
+        overlapping(chunk, start, start + len)
+            .next()
+            .is_some_and(|e| !e.is_zero() && e.offset() == start && e.len() == len && e.place() == place)
+    }
+
     /// Visits the extents that overlap `start..end`, trimmed to it, in order.
     pub fn for_each_overlapping(&self, start: u64, end: u64, mut visit: impl FnMut(Extent)) {
         for chunk in &self.chunks[self.chunk_for(start)..] {
@@ -203,7 +211,7 @@ mod tests {
                 }
                 cells
             };
-            prop_assert_eq!(cells(&map.to_vec()), cells(&replay(&log)));
+            prop_assert_eq!(cells(&map.to_vec()), cells(&replay(log)));
             map.remove(100, 3000);
             map.audit();
             let mut seen = 0;

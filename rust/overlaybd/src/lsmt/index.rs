@@ -8,7 +8,8 @@ use crate::ByteSource;
 /// The most entries an index may have (1 GiB of them): far above any real layer, it bounds memory.
 pub const MAX_EXTENTS: u64 = 1 << 26;
 
-/// Bytes read at a time, so that memory grows only as valid entries arrive.
+/// Bytes read at a time, so that memory grows only as valid entries arrive. Much for a local file, but a remote one is
+/// a round trip away.
 const STEP: usize = 1 << 20;
 
 /// Why an index cannot be used.

@@ -11,7 +11,7 @@ use crate::sync::{read, write};
 use crate::upper::{sparse, Mode, Upper};
 
 /// Entries that may wait for a flush before one is made, so that a guest that never flushes costs bounded memory.
-const MAX_PENDING: usize = 1 << 16;
+const MAX_PENDING: usize = 1 << 18;
 /// Zeroes written at a time.
 static ZEROES: [u8; 64 * 1024] = [0; 64 * 1024];
 
@@ -19,14 +19,14 @@ impl Upper {
     /// Writes whole granules.
     pub(crate) fn write(&self, buf: &[u8], offset: u64) -> Result<(), WriteError> {
         debug_assert!(self.is_aligned(offset, buf.len() as u64));
-        {
+        let pending = {
             let sealed = read(&self.gate);
             if *sealed {
                 return Err(WriteError::Sealed);
             }
-            self.write_granules(buf, offset)?;
-        }
-        self.limit_pending()
+            self.write_granules(buf, offset)?
+        };
+        self.limit(pending)
     }
 
     /// Writes any range: reads the granules at its edges, and keeps other writes out meanwhile.
@@ -40,7 +40,7 @@ impl Upper {
         let start = offset / granule * granule;
         let end = (offset + buf.len() as u64).next_multiple_of(granule);
         let mut block = vec![0u8; (end - start) as usize];
-        {
+        let pending = {
             let sealed = write(&self.gate);
             if *sealed {
                 return Err(WriteError::Sealed);
@@ -51,15 +51,15 @@ impl Upper {
                 read_at(&mut block[last..], start + last as u64)?;
             }
             block[(offset - start) as usize..][..buf.len()].copy_from_slice(buf);
-            self.write_granules(&block, start)?;
-        }
-        self.limit_pending()
+            self.write_granules(&block, start)?
+        };
+        self.limit(pending)
     }
 
     /// Makes whole granules read as zeroes. `stack` is what lies beneath.
     pub(crate) fn zero(&self, offset: u64, len: u64, stack: &Stack) -> Result<(), WriteError> {
         debug_assert!(self.is_aligned(offset, len));
-        {
+        let pending = {
             let sealed = read(&self.gate);
             if *sealed {
                 return Err(WriteError::Sealed);
@@ -67,13 +67,17 @@ impl Upper {
             match self.mode {
                 // The place of zeroes means nothing, but overlaybd wants it inside the data section.
                 Mode::Append { .. } => self.note(offset, len, |from, len| Extent::zero(from, len, HEADER_SECTORS)),
-                Mode::Sparse => self.zero_sparse(offset, len, stack)?,
+                Mode::Sparse => {
+                    self.zero_sparse(offset, len, stack)?;
+                    0
+                }
             }
-        }
-        self.limit_pending()
+        };
+        self.limit(pending)
     }
 
-    fn write_granules(&self, buf: &[u8], offset: u64) -> Result<(), WriteError> {
+    /// Writes and enters a range; gives the number of entries that wait for a flush.
+    fn write_granules(&self, buf: &[u8], offset: u64) -> Result<usize, WriteError> {
         let len = buf.len() as u64;
         let at = match &self.mode {
             Mode::Append { tail, .. } => tail.fetch_add(len, Ordering::Relaxed),
@@ -86,9 +90,12 @@ impl Upper {
             }
             return Err(error.into());
         }
-        let first = offset / SECTOR;
-        self.note(offset, len, |from, len| Extent::data(from, len, at / SECTOR + (from - first)));
-        Ok(())
+        let (first, place) = (offset / SECTOR, at / SECTOR);
+        if self.is_sparse() && read(&self.state).map.maps(first, len / SECTOR, place) {
+            // Written over in place: the index says so already.
+            return Ok(0);
+        }
+        Ok(self.note(offset, len, |from, len| Extent::data(from, len, place + (from - first))))
     }
 
     /// Gives a range of a sparse upper back to the file system, but for what a lower layer would then show, which
@@ -132,8 +139,9 @@ impl Upper {
         Ok(())
     }
 
-    /// Enters a range, in bytes, into the index; `extent` makes the entry of a piece of it, in sectors.
-    fn note(&self, offset: u64, len: u64, extent: impl Fn(u64, u64) -> Extent) {
+    /// Enters a range, in bytes, into the index; `extent` makes the entry of a piece of it, in sectors. Gives the number of
+    /// entries that wait for a flush.
+    fn note(&self, offset: u64, len: u64, extent: impl Fn(u64, u64) -> Extent) -> usize {
         let logged = matches!(self.mode, Mode::Append { .. });
         let (mut from, end) = (offset / SECTOR, (offset + len) / SECTOR);
         let mut state = write(&self.state);
@@ -150,11 +158,11 @@ impl Upper {
                 None => state.pending.push(next),
             }
         }
+        state.pending.len()
     }
 
-    fn limit_pending(&self) -> Result<(), WriteError> {
-        // Bound first: a guard in the scrutinee of a `match` would be held while flushing.
-        let pending = read(&self.state).pending.len();
+    /// Flushes if too many entries wait for it. No lock may be held.
+    fn limit(&self, pending: usize) -> Result<(), WriteError> {
         if pending >= MAX_PENDING {
             self.flush()?;
         }

@@ -6,8 +6,10 @@ use std::os::unix::fs::FileExt;
 
 use crate::lsmt::{is_valid, Extent, HEADER_SPACE, MAX_EXTENTS};
 
-/// Bytes read at a time.
-const STEP: usize = 1 << 20;
+/// Bytes read at a time: few enough to stay in the processor's cache.
+const STEP: usize = 64 << 10;
+/// Most entries that memory is reserved for before they have been seen.
+const RESERVE: u64 = 1 << 20;
 /// The most entries read back: an upper's log holds every write, not only what is left of them.
 const MAX_ENTRIES: u64 = 4 * MAX_EXTENTS;
 
@@ -49,7 +51,7 @@ impl IndexLog {
         if count > MAX_ENTRIES {
             return Err(LogError::TooLarge(count));
         }
-        let mut entries = Vec::new();
+        let mut entries = Vec::with_capacity(count.min(RESERVE) as usize);
         let mut holes = Vec::new();
         let mut first_bad = None;
         let mut used = 0;

@@ -37,6 +37,14 @@ pub enum FlushError {
     Index(#[source] Error),
 }
 
+impl FlushError {
+    /// The kernel's error number: what a guest should be told.
+    pub fn raw_os_error(&self) -> Option<i32> {
+        let (Self::Data(error) | Self::Index(error)) = self;
+        error.raw_os_error()
+    }
+}
+
 /// How much an upper holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct UpperStats {

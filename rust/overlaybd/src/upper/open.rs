@@ -121,7 +121,7 @@ impl Upper {
                 let (log, entries) = IndexLog::open(index, size / SECTOR)?;
                 let tail = AtomicU64::new(size.next_multiple_of(SECTOR));
                 let mode = Mode::Append { tail, log: Mutex::new(log) };
-                Ok(Self::new(data.into(), info, mode, &replay(&entries))?)
+                Ok(Self::new(data.into(), info, mode, &replay(entries))?)
             }
             _ => Err(OpenUpperError::Kind("data")),
         }
