@@ -57,7 +57,7 @@ fn layer() -> Vec<u8> {
         user_tag: b"hostile".to_vec(),
     };
     let mut writer = LayerWriter::new(Vec::new(), info).expect("header");
-    for i in 0..20u64 {
+    for i in 0..10u64 {
         writer.data(i * 40_960, &pattern(i, 4096)).expect("data");
         writer.zero(i * 40_960 + 8192, 512).expect("zero");
     }

@@ -41,7 +41,7 @@ pub fn layer(bytes: &[u8]) -> bool {
         }
     }
     let options = CompactOptions { is_base: true, detect_zeroes: bytes.len() % 2 == 0, uuid: None };
-    let _ = compact(&[layer], Limited(1 << 20), &options);
+    let _ = compact(&[layer], Limited(256 << 10), &options);
     true
 }
 
