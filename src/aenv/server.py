@@ -4,6 +4,7 @@ import asyncio
 import fcntl
 import os
 import resource
+import signal
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -119,6 +120,17 @@ class WebServer(uvicorn.Server):
             )
         )
         self._app = app
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Stop on SIGTERM and SIGINT. uvicorn's own raises them once more when it has stopped, which would end the
+        process before the node is closed."""
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await self._app.aclose()
