@@ -1,0 +1,209 @@
+"""A real server for tests: `aenv server` as its own process, in a home of its own.
+
+Guest kernel and templates are those this machine was provisioned with (`aenv setup`, which `make test` runs first), by
+symbolic links: a server only reads them. Database, secrets, sandboxes, port, addresses and user ids are its own, so a
+server that the machine's owner runs is not disturbed.
+"""
+
+import contextlib
+import os
+import platform
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from e2b import Sandbox
+
+from aenv.config import NetworkSettings, Settings, default_home
+from aenv.errors import ProvisionError
+from aenv.guest.provision import load_bundle
+from aenv.network import nft
+from aenv.network.layout import NETNS_DIRECTORY, Layout
+from aenv.vmm import cgroup
+from aenv.vmm.process import find
+
+KEY = "e2b_" + "5e" * 20
+CIDR = "10.215.0.0/20"
+UID_BASE = "2600000"
+PROVISIONED = ("guest", "templates", "cache")
+"""What a test's home shares with the machine's. The cache holds the answer of the KVM trial, under a lock."""
+
+needs_node = pytest.mark.skipif(
+    os.geteuid() != 0 or platform.machine() != "x86_64", reason="runs a node with real microVMs: needs root on x86_64"
+)
+
+
+def until(condition: Callable[[], Any], deadline: float = 30.0, what: str = "") -> Any:
+    """Wait until `condition()` is true, for what gives no event of its own; return its value."""
+    end = time.monotonic() + deadline
+    while not (value := condition()):
+        assert time.monotonic() < end, f"not within {deadline:g} s: {what or condition}"
+        time.sleep(0.05)
+    return value
+
+
+class RealServer:
+    """One home and the server process on it, which may be stopped, killed and started again."""
+
+    def __init__(self, home: Path, **settings: str) -> None:
+        """`settings` are variables without their prefix: ``network_pool_size="2"``. Skips where nothing is set up."""
+        provisioned = Path(os.environ.get("AENV_TEST_HOME") or default_home())
+        try:
+            load_bundle(provisioned)
+        except ProvisionError as error:
+            pytest.skip(f"this machine is not provisioned: {error.message}")
+        self.home = home
+        for name in PROVISIONED:
+            (home / name).symlink_to((provisioned / name).resolve())
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = int(probe.getsockname()[1])
+        self.url = f"http://127.0.0.1:{port}"
+        own = {"home": str(home), "api_key": KEY, "api_port": str(port), "network_cidr": CIDR, "vmm_uid_base": UID_BASE}
+        own |= {"network_pool_size": "2", "network_max_slots": "64", "orchestrator_max_sandboxes": "64"}
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("AENV_", "E2B_"))}
+        self.environ = inherited | {f"AENV_{name.upper()}": value for name, value in (own | settings).items()}
+        self.layout = Layout.of(Settings(home=home, network=NetworkSettings(cidr=CIDR)))
+        self.log = home / "server.log"
+        self.http = httpx.Client(base_url=self.url, headers={"X-API-Key": KEY}, timeout=150, trust_env=False)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def sdk(self) -> dict[str, Any]:
+        """Where the official SDKs find this server; nothing is retried, so that a fault is seen."""
+        return {"api_key": KEY, "api_url": self.url, "sandbox_url": self.url, "retries": 0}
+
+    @property
+    def e2b_environ(self) -> dict[str, str]:
+        """The same as variables, for a child process."""
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("AENV_", "E2B_"))}
+        return inherited | {"E2B_API_KEY": KEY, "E2B_API_URL": self.url, "E2B_SANDBOX_URL": self.url}
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self) -> None:
+        """Start it and return when it answers."""
+        command = [str(Path(sys.executable).with_name("aenv")), "server"]
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                env=self.environ,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        until(self._answers, 60, "the server's start")
+
+    def _answers(self) -> bool:
+        assert self._process is not None
+        if self._process.poll() is not None:
+            pytest.fail(f"the server ended with {self._process.returncode}:\n{self.log.read_text()[-4000:]}")
+        try:
+            return self.http.get("/health").is_success
+        except httpx.TransportError:
+            return False
+
+    def signal(self, number: int) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def ended(self, deadline: float = 40.0) -> int:
+        """Wait for the end of the process; its exit status."""
+        assert self._process is not None
+        process, self._process = self._process, None
+        return process.wait(deadline)
+
+    def stop(self) -> None:
+        """Gracefully, as a service manager does."""
+        self.signal(signal.SIGTERM)
+        assert self.ended() in (0, -signal.SIGTERM), self.log.read_text()[-4000:]
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        self.ended()
+
+    def close(self) -> None:
+        """End everything, whatever state a failed test left, and check that nothing remains on the machine."""
+        if self._process is None or self._process.poll() is not None:
+            self.start()
+        for sandbox_id in self.ids():
+            self.http.delete(f"/sandboxes/{sandbox_id}")
+        left = self.leftovers()
+        self.stop()
+        self.http.close()
+        assert left == NOTHING, left
+        assert not self.slots()
+        assert self.layout.table not in nft.tables()
+
+    def ids(self) -> set[str]:
+        answer = self.http.get("/v2/sandboxes")
+        assert answer.status_code == 200, answer.text
+        return {row["sandboxID"] for row in answer.json()}
+
+    def create(self, **options: Any) -> Sandbox:
+        return Sandbox.create("base", **({"timeout": 600} | options), **self.sdk)
+
+    def connect(self, sandbox_id: str) -> Sandbox:
+        return Sandbox.connect(sandbox_id, timeout=1, **self.sdk)
+
+    def why_ended(self, sandbox_id: str) -> str:
+        """What a GET says of a sandbox that has ended, once it has."""
+
+        def message() -> str:
+            answer = self.http.get(f"/sandboxes/{sandbox_id}")
+            return str(answer.json()["message"]) if answer.status_code == 404 else ""
+
+        return str(until(message, 30, f"the end of {sandbox_id}"))
+
+    def vmm_pid(self, sandbox_id: str) -> int:
+        return next(found.handle.pid for found in find(self.home) if found.sandbox_id == sandbox_id)
+
+    def leftovers(self) -> dict[str, list[str]]:
+        """What sandboxes hold of the machine: their processes, folders and cgroups."""
+        root = cgroup.probe(self.home).root
+        folders = self.home / "sandboxes"
+        return {
+            "vmms": sorted(found.sandbox_id for found in find(self.home)),
+            "folders": sorted(path.name for path in folders.iterdir()) if folders.exists() else [],
+            "cgroups": sorted(path.name for path in root.iterdir() if path.is_dir()) if root and root.exists() else [],
+        }
+
+    def slots(self) -> dict[str, list[str]]:
+        """Network namespaces and host links of this home; those of the warm pool are among them."""
+        found = {
+            "namespaces": sorted(path.name for path in NETNS_DIRECTORY.glob(f"{self.layout.netns_prefix}*")),
+            "links": sorted(p.name for p in Path("/sys/class/net").glob(f"{self.layout.link_prefix}*")),
+        }
+        return {kind: names for kind, names in found.items() if names}
+
+    def descriptors(self) -> int:
+        return len(list(Path(f"/proc/{self.pid}/fd").iterdir()))
+
+    def resident(self) -> int:
+        """MiB of the server process."""
+        status = Path(f"/proc/{self.pid}/status").read_text()
+        return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS:")) // 1024
+
+
+NOTHING: dict[str, list[str]] = {"vmms": [], "folders": [], "cgroups": []}
+
+
+@contextlib.contextmanager
+def real_server(home: Path, **settings: str) -> Iterator[RealServer]:
+    """A server that has answered."""
+    server = RealServer(home, **settings)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.close()
