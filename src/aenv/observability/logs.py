@@ -35,3 +35,4 @@ def configure(settings: LogSettings) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(structlog.stdlib.ProcessorFormatter(foreign_pre_chain=shared, processor=renderer))
     logging.basicConfig(handlers=[handler], level=max(level, logging.INFO), force=True)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # one line for every call of a guest's daemon
