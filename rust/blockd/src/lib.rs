@@ -8,9 +8,11 @@
 //! * [`fuse`] and [`ublk`] serve them.
 
 pub mod control;
+pub mod daemon;
 pub mod error;
 pub mod fuse;
 pub mod image;
+pub mod privileges;
 pub mod ublk;
 // Owners of these modules uncomment their line when the module exists.
 // pub mod cache;

@@ -1,1 +1,15 @@
-//! The control socket: newline-delimited JSON.
+//! The control socket: newline-delimited JSON. See `docs/formats/blockd-control.md`.
+
+mod attach;
+mod connection;
+mod events;
+mod ops;
+mod request;
+mod server;
+mod service;
+mod stat;
+
+pub use events::Events;
+pub use request::Op;
+pub use server::Server;
+pub use service::{Service, Targets};

@@ -1,0 +1,118 @@
+//! The worker threads and how they share the work.
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::Arc;
+
+use rustix::io::Errno;
+use zerocopy::FromBytes;
+
+use super::abi::{InHeader, ReadWriteIn};
+use super::buffer::Buffer;
+use super::{notify, ops};
+use crate::image::{Attached, Table};
+use crate::Error;
+
+/// Most bytes of one read or write.
+pub(super) const MAX_IO: usize = 1 << 20;
+/// The data of a write, and of the answer to a read, starts on a page of the worker's buffer.
+pub(super) const DATA_AT: usize = 4096;
+/// Bytes before the data of a write: two structures of the protocol.
+const HEAD: usize = size_of::<InHeader>() + size_of::<ReadWriteIn>();
+const REQUEST_AT: usize = DATA_AT - HEAD;
+/// Workers that wait for requests when there are none; more would only take turns with colder caches.
+const KEEP_IDLE: usize = 2;
+/// Most workers at once. Each may be waiting for a disk or a remote origin.
+const MAX_WORKERS: usize = 256;
+/// Stack of a worker.
+const STACK: usize = 256 << 10;
+
+/// Serves the images of a table on one FUSE connection.
+pub struct Session {
+    pub(super) device: Arc<File>,
+    pub(super) table: Arc<Table>,
+    /// Workers alive.
+    workers: AtomicUsize,
+    /// Workers waiting for a request.
+    idle: AtomicUsize,
+}
+
+impl Session {
+    /// Starts serving on a connection that has just been mounted. It ends when the mount is gone.
+    ///
+    /// # Errors
+    /// The first thread cannot be started.
+    pub fn start(device: Arc<File>, table: Arc<Table>) -> Result<Arc<Self>, Error> {
+        let (workers, idle) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        let session = Arc::new(Self { device, table, workers, idle });
+        session.spawn().map_err(|e| Error::io("starting a FUSE worker", &e))?;
+        Ok(session)
+    }
+
+    /// Makes the kernel drop what it cached of a detached image: above all its pages.
+    pub fn forget(&self, image: &Attached) {
+        if let Err(error) = notify::forget(&self.device, image.node(), image.name()) {
+            tracing::warn!(image = image.name(), %error, "the kernel keeps cached pages of a detached image");
+        }
+    }
+
+    /// Workers alive now.
+    pub fn workers(&self) -> usize {
+        self.workers.load(Ordering::Relaxed)
+    }
+
+    fn spawn(self: &Arc<Self>) -> io::Result<()> {
+        let buffer = Buffer::new(DATA_AT + MAX_IO)?;
+        let session = self.clone();
+        self.workers.fetch_add(1, Ordering::Relaxed);
+        // Counted as idle before it runs, so that its maker starts no second one for the same reason.
+        self.idle.fetch_add(1, Ordering::Relaxed);
+        let started =
+            std::thread::Builder::new().name("fuse".into()).stack_size(STACK).spawn(move || session.work(buffer));
+        if started.is_err() {
+            self.workers.fetch_sub(1, Ordering::Relaxed);
+            self.idle.fetch_sub(1, Ordering::Relaxed);
+        }
+        started.map(drop)
+    }
+
+    fn work(self: Arc<Self>, mut buffer: Buffer) {
+        loop {
+            let len = match (&*self.device).read(&mut buffer.bytes()[REQUEST_AT..]) {
+                Ok(len) => len,
+                Err(error) => match Errno::from_io_error(&error) {
+                    // The request was withdrawn before it could be read, or a signal came.
+                    Some(Errno::NOENT | Errno::INTR | Errno::AGAIN) => continue,
+                    // Unmounted or aborted.
+                    Some(Errno::NODEV | Errno::NOTCONN | Errno::CONNABORTED) => break,
+                    _ => {
+                        tracing::error!(%error, "reading FUSE requests failed; the mount is dead");
+                        break;
+                    }
+                },
+            };
+            if self.idle.fetch_sub(1, Ordering::Relaxed) == 1 {
+                self.spawn_another();
+            }
+            let request = &buffer.bytes()[REQUEST_AT..REQUEST_AT + len];
+            if let Ok((header, _)) = InHeader::read_from_prefix(request) {
+                ops::answer(&self, &header, &mut buffer.bytes()[REQUEST_AT + size_of::<InHeader>()..], len);
+            }
+            if self.idle.fetch_add(1, Ordering::Relaxed) >= KEEP_IDLE {
+                break;
+            }
+        }
+        self.idle.fetch_sub(1, Ordering::Relaxed);
+        self.workers.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    fn spawn_another(self: &Arc<Self>) {
+        if self.workers() >= MAX_WORKERS {
+            return;
+        }
+        if let Err(error) = self.spawn() {
+            tracing::warn!(%error, workers = self.workers(), "no further FUSE worker can be started");
+        }
+    }
+}

@@ -1,0 +1,184 @@
+//! In which order an image is read, so that next time it can be fetched ahead.
+
+use std::io::Write;
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use serde::{Deserialize, Serialize};
+
+use crate::image::files::NewFile;
+use crate::image::spec::check_path;
+use crate::image::Attached;
+use crate::{Code, Error};
+
+/// Bytes of the pieces that are told apart.
+const CHUNK: u64 = 64 << 10;
+/// Most pieces of an image; larger images have larger pieces, so that recording costs at most a few megabytes.
+const MAX_CHUNKS: u64 = 1 << 20;
+/// Largest working set file taken in.
+const MAX_FILE: u64 = 64 << 20;
+/// Reads in flight while fetching ahead.
+const FETCHERS: usize = 4;
+/// Largest piece that a working set may have.
+const MAX_CHUNK: u64 = 16 << 20;
+
+/// Notes which pieces of an image are read, in the order of the first time.
+pub struct Recorder {
+    chunk: u64,
+    seen: Box<[AtomicU64]>,
+    order: Mutex<Vec<u32>>,
+}
+
+impl Recorder {
+    /// For an image of `size` bytes.
+    pub fn new(size: u64) -> Self {
+        let chunk = size.div_ceil(MAX_CHUNKS).next_power_of_two().max(CHUNK);
+        let words = size.div_ceil(chunk).div_ceil(64) as usize;
+        Self { chunk, seen: (0..words).map(|_| AtomicU64::new(0)).collect(), order: Mutex::default() }
+    }
+
+    /// A range was read.
+    pub fn note(&self, offset: u64, len: u64) {
+        if len == 0 {
+            return;
+        }
+        for i in offset / self.chunk..=(offset + len - 1) / self.chunk {
+            let (Some(word), bit) = (self.seen.get((i / 64) as usize), 1 << (i % 64)) else { return };
+            if word.load(Ordering::Relaxed) & bit == 0 && word.fetch_or(bit, Ordering::Relaxed) & bit == 0 {
+                self.order.lock().unwrap_or_else(PoisonError::into_inner).push(i as u32);
+            }
+        }
+    }
+
+    /// What was read so far.
+    pub fn working_set(&self) -> WorkingSet {
+        let order = self.order.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut runs: Vec<(u64, u64)> = Vec::new();
+        for i in order.iter().map(|i| u64::from(*i)) {
+            match runs.last_mut() {
+                Some((first, count)) if *first + *count == i => *count += 1,
+                _ => runs.push((i, 1)),
+            }
+        }
+        WorkingSet { version: 1, chunk: self.chunk, runs }
+    }
+}
+
+/// The pieces of an image in the order in which they were first read.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WorkingSet {
+    version: u32,
+    /// Bytes of a piece.
+    chunk: u64,
+    /// First piece and number of pieces of each run.
+    runs: Vec<(u64, u64)>,
+}
+
+impl WorkingSet {
+    /// How many pieces there are.
+    pub fn chunks(&self) -> u64 {
+        self.runs.iter().fold(0, |sum, (_, count)| sum.saturating_add(*count))
+    }
+
+    /// Writes the file `path`.
+    ///
+    /// # Errors
+    /// [`Code::Exists`]; the file cannot be written.
+    pub fn save(&self, path: &Path) -> Result<(), Error> {
+        let new = NewFile::create(path)?;
+        let bytes = serde_json::to_vec(self).map_err(std::io::Error::from);
+        bytes
+            .and_then(|bytes| new.file().write_all(&bytes))
+            .map_err(|e| Error::io(format_args!("writing {}", path.display()), &e))?;
+        new.publish()
+    }
+
+    /// Reads the file `path`.
+    ///
+    /// # Errors
+    /// It cannot be read, or is no working set.
+    pub fn load(path: &Path) -> Result<Self, Error> {
+        check_path(path)?;
+        let what = format!("reading working set {}", path.display());
+        let failed = |e: std::io::Error| Error::io(&what, &e);
+        if path.metadata().map_err(failed)?.len() > MAX_FILE {
+            return Err(Error::new(Code::Corrupt, format!("{what}: it has more than {MAX_FILE} bytes")));
+        }
+        let bytes = std::fs::read(path).map_err(failed)?;
+        let set: Self = serde_json::from_slice(&bytes).map_err(|e| Error::caused(Code::Corrupt, &what, &e))?;
+        if set.version != 1 || set.chunk == 0 || set.chunk > MAX_CHUNK {
+            let Self { version, chunk, .. } = set;
+            return Err(Error::new(Code::Corrupt, format!("{what}: version {version} or piece of {chunk} is unknown")));
+        }
+        Ok(set)
+    }
+}
+
+/// Reads the pieces of a working set, several at a time, so that they are in the caches. Gives the bytes read.
+///
+/// # Errors
+/// The first read that failed.
+pub fn prefetch(image: &Attached, set: &WorkingSet) -> Result<u64, Error> {
+    let in_image = |i: u64| i.checked_mul(set.chunk).filter(|offset| *offset < image.size());
+    // Runs may lie: what is outside the image ends them, so the work is bounded by the image's size for each.
+    let pieces: Vec<u64> = set
+        .runs
+        .iter()
+        .flat_map(|(first, count)| (*first..first.saturating_add(*count)).map_while(in_image))
+        .take(MAX_CHUNKS as usize)
+        .collect();
+    let (next, bytes) = (AtomicUsize::new(0), AtomicU64::new(0));
+    let fetch = || -> Result<(), overlaybd::ReadError> {
+        let mut buf = vec![0; set.chunk as usize];
+        while let Some(offset) = pieces.get(next.fetch_add(1, Ordering::Relaxed)) {
+            // Not through `Attached::read`: this is not the guest reading.
+            match image.image().read_at(&mut buf, *offset) {
+                Ok(len) => bytes.fetch_add(len as u64, Ordering::Relaxed),
+                Err(error) => {
+                    next.store(pieces.len(), Ordering::Relaxed);
+                    return Err(error);
+                }
+            };
+        }
+        Ok(())
+    };
+    let results: Vec<_> = std::thread::scope(|scope| {
+        let fetchers: Vec<_> = (0..FETCHERS).map(|_| scope.spawn(fetch)).collect();
+        fetchers.into_iter().map(|fetcher| fetcher.join()).collect()
+    });
+    for result in results {
+        let result = result.map_err(|_| Error::new(Code::Io, "a prefetching thread panicked"))?;
+        result.map_err(|e| Error::caused(Code::Io, format_args!("prefetching image {}", image.name()), &e))?;
+    }
+    Ok(bytes.into_inner())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keeps_the_order_of_first_reads() {
+        let recorder = Recorder::new(10 * CHUNK);
+        recorder.note(5 * CHUNK + 7, 2 * CHUNK);
+        recorder.note(0, 1);
+        recorder.note(6 * CHUNK, 1);
+        recorder.note(100 * CHUNK, 1);
+        recorder.note(1, 0);
+        let set = recorder.working_set();
+        assert_eq!(set.runs, [(5, 3), (0, 1)]);
+        assert_eq!(set.chunks(), 4);
+        let dir = tempfile::tempdir().expect("directory");
+        let path = dir.path().join("set");
+        set.save(&path).expect("saved");
+        assert_eq!(WorkingSet::load(&path).expect("loaded"), set);
+        std::fs::write(&path, b"{\"version\":1,\"chunk\":0,\"runs\":[]}").expect("written");
+        assert_eq!(WorkingSet::load(&path).err().map(|e| e.code), Some(Code::Corrupt));
+    }
+
+    #[test]
+    fn absurd_sizes_cost_little() {
+        assert!(Recorder::new(overlaybd::MAX_VIRTUAL_SIZE).seen.len() as u64 <= MAX_CHUNKS / 64);
+    }
+}
