@@ -69,11 +69,30 @@ impl<W: Write> LayerWriter<W> {
     /// # Errors
     /// [`WriteLayerError`].
     pub fn data(&mut self, offset: u64, data: &[u8]) -> Result<(), WriteLayerError> {
-        let (start, end) = sectors(offset, data.len() as u64)?;
+        self.gather(&[(offset, data.len() as u64)], data)
+    }
+
+    /// Adds data for several ranges (offset, length) of the image, whose bytes follow one another in `data`, with one write.
+    /// All ends must be on a sector.
+    ///
+    /// # Errors
+    /// [`WriteLayerError`].
+    ///
+    /// # Panics
+    /// If the lengths do not add up to that of `data`.
+    pub fn gather(&mut self, ranges: &[(u64, u64)], data: &[u8]) -> Result<(), WriteLayerError> {
+        let lens = ranges.iter().try_fold(0u64, |sum, &(_, len)| sum.checked_add(len));
+        assert_eq!(lens, Some(data.len() as u64), "the ranges are not as long as their data");
+        for &(offset, len) in ranges {
+            sectors(offset, len)?;
+        }
         self.out.write_all(data)?;
-        let place = self.at / SECTOR;
-        self.map(start, end, |from, len| Extent::data(from, len, place + from - start));
-        self.at += data.len() as u64;
+        for &(offset, len) in ranges {
+            let (start, end) = sectors(offset, len)?;
+            let place = self.at / SECTOR;
+            self.map(start, end, |from, len| Extent::data(from, len, place + from - start));
+            self.at += len;
+        }
         Ok(())
     }
 
@@ -132,5 +151,32 @@ fn sectors(offset: u64, len: u64) -> Result<(u64, u64), WriteLayerError> {
     match offset.checked_add(len) {
         Some(end) if end <= crate::MAX_VIRTUAL_SIZE => Ok((offset / SECTOR, end / SECTOR)),
         _ => Err(WriteLayerError::OutOfRange { offset, len }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn gathering_is_the_same_as_range_by_range() {
+        let info = || LayerInfo { virtual_size: 1 << 20, ..LayerInfo::default() };
+        let data: Vec<u8> = (0u32..2048).map(|i| (i / 7) as u8).collect();
+        let mut one = LayerWriter::new(Vec::new(), info()).expect("header");
+        one.gather(&[(4096, 512), (8192, 1024), (9216, 512)], &data).expect("gathered");
+        let mut each = LayerWriter::new(Vec::new(), info()).expect("header");
+        each.data(4096, &data[..512]).expect("data");
+        each.data(8192, &data[512..]).expect("data");
+        let (one, each) = (one.finish().expect("layer"), each.finish().expect("layer"));
+        assert_eq!(one, each);
+        assert_eq!(one.1.extents, 2);
+    }
+
+    #[test]
+    fn nothing_is_written_of_a_bad_gather() {
+        let mut writer = LayerWriter::new(Vec::new(), LayerInfo::default()).expect("header");
+        let error = writer.gather(&[(0, 512), (100, 512)], &[1; 1024]).expect_err("unaligned");
+        assert!(matches!(error, WriteLayerError::Unaligned { offset: 100, len: 512 }));
+        assert_eq!(writer.finish().expect("empty").1.data, 0);
     }
 }

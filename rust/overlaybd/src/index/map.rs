@@ -24,15 +24,35 @@ pub struct ExtentMap {
 }
 
 impl ExtentMap {
-    /// Takes a sorted, disjoint index.
-    pub fn from_sorted(extents: &[Extent]) -> Self {
-        let chunks: Vec<Vec<Extent>> = extents.chunks(CHUNK * 3 / 4).map(<[Extent]>::to_vec).collect();
-        Self {
-            starts: chunks.iter().map(|chunk| chunk[0].offset()).collect(),
-            chunks,
-            len: extents.len(),
-            data_sectors: extents.iter().map(data_len).sum(),
+    /// Takes a sorted, disjoint index, joining contiguous entries.
+    pub fn from_sorted(extents: impl IntoIterator<Item = Extent>) -> Self {
+        const FILL: usize = CHUNK * 3 / 4;
+        let mut map = Self::default();
+        let mut chunk: Vec<Extent> = Vec::with_capacity(FILL);
+        for extent in extents {
+            map.data_sectors += data_len(&extent);
+            if let Some(last) = chunk.last_mut() {
+                if let Some(joined) = last.join(extent) {
+                    *last = joined;
+                    continue;
+                }
+            }
+            if chunk.len() == FILL {
+                map.push_chunk(std::mem::replace(&mut chunk, Vec::with_capacity(FILL)));
+            }
+            chunk.push(extent);
         }
+        if !chunk.is_empty() {
+            chunk.shrink_to_fit();
+            map.push_chunk(chunk);
+        }
+        map
+    }
+
+    fn push_chunk(&mut self, chunk: Vec<Extent>) {
+        self.len += chunk.len();
+        self.starts.push(chunk[0].offset());
+        self.chunks.push(chunk);
     }
 
     /// Number of extents.
@@ -235,7 +255,7 @@ mod tests {
             for i in 0..count {
                 ordered.insert(Extent::data(i * 16, 8, 8 + i * 9));
             }
-            for map in [&random, &ordered, &ExtentMap::from_sorted(&random.to_vec())] {
+            for map in [&random, &ordered, &ExtentMap::from_sorted(random.to_vec())] {
                 assert_eq!(map.len() as u64, count);
                 let bytes = map.audit();
                 assert!(bytes as u64 <= 24 * count, "{bytes} bytes for {count} extents");

@@ -64,39 +64,36 @@ pub fn merge_all(mut tables: Vec<Vec<Extent>>) -> Vec<Extent> {
 }
 
 /// Plays a log of extents in the order they were written and gives the index they leave.
-pub fn replay(mut log: Vec<Extent>) -> Vec<Extent> {
-    if is_index(&log) {
-        join_neighbours(&mut log);
-        return log;
+pub fn replay(log: Vec<Extent>) -> Vec<Extent> {
+    replay_into(log, |index| {
+        let mut out = Vec::new();
+        index.for_each(|extent| push(&mut out, extent));
+        out
+    })
+}
+
+/// Like [`replay`], but hands over the extents one by one, sorted and disjoint, without making a copy: opening an upper
+/// with a long log costs mostly the touching of fresh memory.
+pub fn replay_into<R>(log: Vec<Extent>, build: impl FnOnce(&mut dyn Iterator<Item = Extent>) -> R) -> R {
+    if is_index(log.iter()) {
+        return build(&mut log.into_iter());
     }
-    // Sorting by position and keeping the newest of identical runs settles the common logs (sequential
-    // writes, or blocks of one size written again and again). What still overlaps is merged by halves.
-    let mut out: Vec<Extent> = Vec::with_capacity(log.len());
-    for i in order_by_offset(&log) {
-        let extent = log[i as usize];
-        match out.last_mut() {
-            Some(last) if last.offset() == extent.offset() && last.len() == extent.len() => *last = extent,
-            Some(last) if last.end() > extent.offset() => return replay_by_halves(&log),
-            _ => out.push(extent),
-        }
+    // Sorting by position and keeping the newest of identical runs settles the common logs (blocks of one size
+    // written again and again). What still overlaps is merged by halves.
+    let order = order_by_offset(&log);
+    let at = |i: u64| &log[i as usize];
+    let same = |a: &u64, b: &u64| (at(*a).offset(), at(*a).len()) == (at(*b).offset(), at(*b).len());
+    let settled = || order.chunk_by(same).filter_map(<[u64]>::last).map(|newest| at(*newest));
+    if is_index(settled()) {
+        build(&mut settled().copied())
+    } else {
+        build(&mut replay_by_halves(&log).into_iter())
     }
-    join_neighbours(&mut out);
-    out
 }
 
 /// Whether entries are sorted and disjoint, which makes their order of writing immaterial.
-fn is_index(log: &[Extent]) -> bool {
-    log.is_sorted_by(|a, b| a.end() <= b.offset())
-}
-
-fn join_neighbours(index: &mut Vec<Extent>) {
-    index.dedup_by(|next, last| match last.join(*next) {
-        Some(joined) => {
-            *last = joined;
-            true
-        }
-        None => false,
-    });
+fn is_index<'a>(entries: impl Iterator<Item = &'a Extent>) -> bool {
+    entries.is_sorted_by(|a, b| a.end() <= b.offset())
 }
 
 /// Bits of the offset sorted by in one pass.
@@ -104,7 +101,7 @@ const RADIX_BITS: u32 = 11;
 
 /// The positions of a log's entries by offset, equal ones in the order they are in.
 ///
-/// Opening an upper with a long log is mostly this. Logs of up to 16 million entries of images of up to 512 TiB take a radix
+/// Logs of up to 16 million entries of images of up to 512 TiB take a radix
 /// sort of 8 bytes per entry: two passes for an image of 2 GiB, three for 4 TiB.
 fn order_by_offset(log: &[Extent]) -> Vec<u64> {
     const POSITION_BITS: u32 = 24;

@@ -5,7 +5,7 @@ mod merge;
 mod resolve;
 
 pub use map::ExtentMap;
-pub use merge::{merge_all, overlay, replay};
+pub use merge::{merge_all, overlay, replay, replay_into};
 pub use resolve::{overlapping, resolve, Place, Segment};
 
 use std::sync::Arc;

@@ -6,9 +6,9 @@ use std::os::unix::fs::FileExt;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, RwLock};
 
-use crate::index::{replay, ExtentMap};
+use crate::index::{replay_into, ExtentMap};
 use crate::layer::Layer;
-use crate::lsmt::{Extent, Header, HeaderError, Kind, LayerInfo, HEADER_SPACE, SECTOR};
+use crate::lsmt::{Header, HeaderError, Kind, LayerInfo, HEADER_SPACE, SECTOR};
 use crate::source::FileSource;
 use crate::upper::log::{IndexLog, LogError};
 use crate::upper::{sparse, Mode, State, Upper};
@@ -66,7 +66,7 @@ impl Upper {
         index.write_all_at(&header.to_block()?, 0)?;
         let log = Mutex::new(IndexLog::new(index));
         let mode = Mode::Append { tail: AtomicU64::new(HEADER_SPACE), log };
-        Ok(Self::new(data.into(), header.info, mode, &[])?)
+        Ok(Self::new(data.into(), header.info, mode, ExtentMap::default())?)
     }
 
     /// Makes a sparse upper of one empty file that is open for reading and writing.
@@ -83,7 +83,7 @@ impl Upper {
         let kind = Kind::DataHeader { sealed: false, sparse: true };
         let header = Header { kind, index_offset: 0, index_len: 0, info };
         data.write_all_at(&header.to_block()?, 0)?;
-        Ok(Self::new(data.into(), header.info, Mode::Sparse, &[])?)
+        Ok(Self::new(data.into(), header.info, Mode::Sparse, ExtentMap::default())?)
     }
 
     /// Opens an upper after a clean or any other end: everything that was flushed is there. Which of the two kinds it is
@@ -102,7 +102,7 @@ impl Upper {
                 let extents = sparse::scan(&data, info.virtual_size)?.ok_or(OpenUpperError::Pieces)?;
                 // Cuts off what an unfinished seal left behind.
                 data.set_len(HEADER_SPACE + info.virtual_size)?;
-                Ok(Self::new(data.into(), info, Mode::Sparse, &extents)?)
+                Ok(Self::new(data.into(), info, Mode::Sparse, ExtentMap::from_sorted(extents))?)
             }
             Kind::DataHeader { sealed: false, sparse: false } => {
                 check_size(&info, SECTOR).map_err(|(size, unit)| OpenUpperError::Size(size, unit))?;
@@ -121,15 +121,15 @@ impl Upper {
                 let (log, entries) = IndexLog::open(index, size / SECTOR)?;
                 let tail = AtomicU64::new(size.next_multiple_of(SECTOR));
                 let mode = Mode::Append { tail, log: Mutex::new(log) };
-                Ok(Self::new(data.into(), info, mode, &replay(entries))?)
+                Ok(Self::new(data.into(), info, mode, replay_into(entries, |index| ExtentMap::from_sorted(index)))?)
             }
             _ => Err(OpenUpperError::Kind("data")),
         }
     }
 
-    fn new(data: Arc<File>, info: LayerInfo, mode: Mode, extents: &[Extent]) -> io::Result<Self> {
+    fn new(data: Arc<File>, info: LayerInfo, mode: Mode, map: ExtentMap) -> io::Result<Self> {
         let source = FileSource::new(data.clone())?;
-        let state = State { map: ExtentMap::from_sorted(extents), pending: Vec::new() };
+        let state = State { map, pending: Vec::new() };
         Ok(Self { data, source, info, mode, gate: RwLock::new(false), state: RwLock::new(state) })
     }
 }
