@@ -80,6 +80,17 @@ def shared_directory() -> Iterator[Path]:
         yield directory
 
 
+@contextlib.contextmanager
+def small_volume(path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB at this new directory. Needs root."""
+    path.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", path], check=True)
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", path], check=True)
+
+
 def failed(answer: httpx.Response, status: int, part: str) -> bool:
     """Whether an HTTP answer is this error, in JSON."""
     assert (answer.status_code, answer.headers["content-type"]) == (status, "application/json"), answer.text

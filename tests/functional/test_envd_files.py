@@ -4,15 +4,15 @@ import base64
 import gzip
 import hashlib
 import os
-import subprocess
+import pwd
+import socket
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
-from envd_files_harness import NOBODY, Envd, failed, running_envd, shared_directory
+from envd_files_harness import NOBODY, Envd, failed, running_envd, shared_directory, small_volume
 
 MIB = 1 << 20
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to act as other users and to mount")
@@ -22,16 +22,6 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to act as oth
 def envd() -> Iterator[Envd]:
     with running_envd() as running:
         yield running
-
-
-@pytest.fixture
-def small_volume(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB."""
-    volume = tmp_path / "volume"
-    volume.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", volume], check=True)
-    yield volume
-    subprocess.run(["umount", volume], check=True)
 
 
 def parts(*files: tuple[str, bytes], name: str = "file") -> list[tuple[str, tuple[str, bytes, str]]]:
@@ -172,10 +162,11 @@ def test_upload_of_raw_bytes_makes_parents(envd: Envd, tmp_path: Path) -> None:
 
 
 def test_upload_of_a_form_keeps_file_names_whole(envd: Envd, tmp_path: Path) -> None:
-    names = [f"{tmp_path}/x/one.txt", f"{tmp_path}/y z/ü", f"{tmp_path}/back\\slash", f"{tmp_path}/empty"]
-    answer = envd.http.post("/files", files=parts(*[(name, name.encode()) for name in names[:3]], (names[3], b"")))
+    names = [f"{tmp_path}/{name}" for name in ("x/one.txt", "y z/ü", "back\\slash", 'say "a\r\nb"', "100%", "empty")]
+    files = [(name, b"" if name.endswith("empty") else name.encode()) for name in names]
+    answer = envd.http.post("/files", files=parts(*files))
     assert [entry["path"] for entry in answer.json()] == names
-    assert [Path(name).read_bytes() for name in names] == [name.encode() for name in names[:3]] + [b""]
+    assert [(name, Path(name).read_bytes()) for name in names] == files
 
 
 def test_path_of_the_query_wins_over_the_file_name(envd: Envd, tmp_path: Path) -> None:
@@ -229,27 +220,28 @@ def test_an_upload_that_breaks_off_leaves_nothing(envd: Envd, tmp_path: Path) ->
 
 
 @as_root
-def test_full_disk(envd: Envd, small_volume: Path) -> None:
+def test_full_disk(envd: Envd, tmp_path: Path) -> None:
     def unannounced(size: int) -> Iterator[bytes]:
         for _ in range(size // 65536):
             yield b"x" * 65536
 
-    old = small_volume / "old"
-    old.write_bytes(b"old")
-    # A length that cannot fit is refused before anything is touched.
-    assert failed(envd.put(old, b"x" * (2 * MIB)), 507, "not enough space")
-    assert old.read_bytes() == b"old"
-    headers = {"content-type": "application/octet-stream"}
-    for name in ("new", "old"):
-        query = {"path": str(small_volume / name)}
-        answer = envd.http.post("/files", params=query, content=unannounced(2 * MIB), headers=headers)
-        assert failed(answer, 507, "not enough space")
-    # What the upload made is gone, what was there is empty, and the space is free again.
-    assert not (small_volume / "new").exists()
-    assert old.read_bytes() == b""
-    form = parts((f"{small_volume}/first", b"1"), (f"{small_volume}/second", b"x" * (2 * MIB)))
-    assert failed(envd.http.post("/files", files=form), 507, "not enough space")
-    assert sorted(entry.name for entry in small_volume.iterdir()) == ["first", "old"]
+    with small_volume(tmp_path / "volume") as volume:
+        old = volume / "old"
+        old.write_bytes(b"old")
+        # A length that cannot fit is refused before anything is touched.
+        assert failed(envd.put(old, b"x" * (2 * MIB)), 507, "not enough space")
+        assert old.read_bytes() == b"old"
+        headers = {"content-type": "application/octet-stream"}
+        for name in ("new", "old"):
+            query = {"path": str(volume / name)}
+            answer = envd.http.post("/files", params=query, content=unannounced(2 * MIB), headers=headers)
+            assert failed(answer, 507, "not enough space")
+        # What the upload made is gone, what was there is empty, and the space is free again.
+        assert not (volume / "new").exists()
+        assert old.read_bytes() == b""
+        form = parts((f"{volume}/first", b"1"), (f"{volume}/second", b"x" * (2 * MIB)))
+        assert failed(envd.http.post("/files", files=form), 507, "not enough space")
+        assert sorted(entry.name for entry in volume.iterdir()) == ["first", "old"]
 
 
 # Metadata
@@ -285,67 +277,57 @@ def test_limits_of_metadata(envd: Envd, tmp_path: Path) -> None:
     assert not (tmp_path / "g").exists()
 
 
-# Who may
+# Whose they are
+
+
+def test_a_refused_upload_is_explained_while_it_is_still_coming(envd: Envd, tmp_path: Path) -> None:
+    head = (
+        f"POST /files?path={tmp_path}/f HTTP/1.1\r\nHost: x\r\nContent-Type: text/plain\r\n"
+        f"Content-Length: {8 * MIB}\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", int(envd.url.rsplit(":", 1)[1])), timeout=10) as connection:
+        connection.sendall(head.encode() + b"x" * MIB)
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 400 ")
+        # A client that sends all of it can go on with the connection.
+        connection.sendall(b"x" * (7 * MIB) + b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 204 ")
+
+
+@pytest.mark.parametrize("size", [8 * MIB, 512 * MIB])
+def test_a_client_that_sends_first_and_reads_then_sees_why_it_was_refused(tmp_path: Path, size: int) -> None:
+    def body() -> Iterator[bytes]:
+        for _ in range(size // MIB):
+            yield b"x" * MIB
+
+    with running_envd() as secured:
+        assert secured.http.post("/init", json={"accessToken": "tok"}).status_code == 204
+        query, headers = {"path": f"{tmp_path}/f"}, {"content-type": "application/octet-stream"}
+        answer = secured.http.post("/files", params=query, content=body(), headers=headers)
+        assert failed(answer, 401, "missing signature")
+    assert not (tmp_path / "f").exists()
 
 
 @as_root
-def test_permissions_are_those_of_the_user(envd: Envd) -> None:
-    with shared_directory() as shared:
-        (shared / "secret").write_bytes(b"s")
-        (shared / "secret").chmod(0o600)
-        assert envd.get(shared / "secret").content == b"s"
-        assert failed(envd.get(shared / "secret", username=NOBODY), 403, "permission denied")
-        assert failed(envd.put(shared / "secret", b"x", username=NOBODY), 403, "permission denied")
-        assert failed(envd.put("/etc/aenv-test/f", b"x", username=NOBODY), 403, "permission denied")
-        assert envd.put(shared / "own/f", b"x", username=NOBODY).status_code == 200
-        for path in (shared / "own", shared / "own/f"):
-            assert path.owner() == NOBODY
-        # Root takes a file over that it writes; another user does not.
-        envd.put(shared / "own/f", b"y")
-        assert (shared / "own/f").owner() == "root"
-        (shared / "own/f").chmod(0o666)
-        assert envd.put(shared / "own/f", b"z", username=NOBODY).status_code == 200
-        assert ((shared / "own/f").owner(), (shared / "own/f").read_bytes()) == ("root", b"z")
-
-
-@as_root
-def test_open_files_of_envd_are_no_way_around_closed_directories(envd: Envd) -> None:
-    with shared_directory() as shared:
-        secret = shared / "closed/secret"
-        secret.parent.mkdir(mode=0o700)
-        secret.write_bytes(b"s" * (64 * MIB))
-        secret.chmod(0o644)
-        # A download that root does not take in keeps the file open.
-        with envd.http.stream("GET", "/files", params={"path": str(secret)}) as download:
-            assert download.status_code == 200
-            descriptors = Path(f"/proc/{envd.pid}/fd")
-            (link,) = (entry for entry in descriptors.iterdir() if entry.exists() and entry.samefile(secret))
-            for name in (link, f"/proc/self/fd/{link.name}", f"/proc/thread-self/fd/{link.name}"):
-                assert failed(envd.get(name, username=NOBODY), 400, "link into a process")
-                assert "symlinkTarget" in str(envd.rpc("Stat", path=str(name)))
-                for method in ("Stat", "ListDir", "MakeDir", "Remove"):
-                    status, answer = envd.rpc(method, NOBODY, path=f"{name}/below")
-                    assert (status, answer["code"]) == (400, "failed_precondition"), (method, answer)
-                status, answer = envd.rpc("Stat", NOBODY, path=str(name))
-                assert str(secret) not in str(answer)
-            assert failed(envd.get(secret, username=NOBODY), 403, "permission denied")
-
-
-@as_root
-def test_requests_at_the_same_time_keep_their_users(envd: Envd) -> None:
-    with shared_directory() as shared, ThreadPoolExecutor(16) as pool:
-        secret = shared / "secret"
-        secret.write_bytes(b"s")
-        secret.chmod(0o600)
-
-        def one(number: int) -> tuple[int, str]:
-            user = (NOBODY, "root")[number % 2]
-            path = shared / f"{user}-{number}"
-            assert envd.put(path, b"x" * 1000, username=user).status_code == 200
-            return envd.get(secret, username=user).status_code, path.owner()
-
-        results = list(pool.map(one, range(400)))
-        assert results == [(403, NOBODY), (200, "root")] * 200
+def test_the_user_writes_and_reads_everywhere_and_owns_the_result() -> None:
+    with running_envd(NOBODY) as envd, shared_directory() as shared:
+        top = shared / "closed"
+        top.mkdir(mode=0o700)
+        for path in (top / "f", top / "new/deep/f"):
+            assert envd.put(path, b"x").status_code == 200
+            assert envd.get(path).content == b"x"
+        form = {"file": (f"{top}/form/f", b"x", "application/octet-stream")}
+        assert envd.http.post("/files", files=form).status_code == 200
+        for name in ("f", "new", "new/deep", "new/deep/f", "form", "form/f"):
+            assert ((top / name).owner(), (top / name).stat().st_gid) == (NOBODY, pwd.getpwnam(NOBODY).pw_gid)
+        assert top.owner() == "root"
+        # What is overwritten becomes the user's too, and keeps its mode.
+        (top / "root").write_bytes(b"secret")
+        (top / "root").chmod(0o600)
+        assert envd.get(top / "root").content == b"secret"
+        assert envd.put(top / "root", b"y").status_code == 200
+        assert ((top / "root").owner(), (top / "root").stat().st_mode & 0o777) == (NOBODY, 0o600)
+        assert envd.put(top / "root", b"z", username="root").status_code == 200
+        assert ((top / "root").owner(), (top / "root").read_bytes()) == ("root", b"z")
 
 
 def signature(path: str, operation: str, username: str, token: str, expiration: int | None = None) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import e2b
 import pytest
-from envd_files_harness import NOBODY, Envd, running_envd, shared_directory
+from envd_files_harness import NOBODY, Envd, running_envd, shared_directory, small_volume
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to act as other users")
 
@@ -182,24 +182,59 @@ def test_relative_paths_start_at_home(envd: Envd) -> None:
 
 
 @as_root
-def test_permissions_are_those_of_the_user(envd: Envd) -> None:
+def test_the_user_works_everywhere_and_owns_what_comes_into_being(envd: Envd) -> None:
     with shared_directory() as shared:
-        (shared / "closed/inside").mkdir(parents=True)
-        (shared / "closed").chmod(0o700)
-        path = str(shared / "closed/inside")
-        for method in ("Stat", "ListDir", "Remove"):
-            assert refused(envd.rpc(method, NOBODY, path=path), 403, "permission_denied", "permission denied")
-        denied = envd.rpc("MakeDir", NOBODY, path=f"{path}/x")
-        assert refused(denied, 403, "permission_denied", "permission denied")
-        denied = envd.rpc("Move", NOBODY, source=path, destination=str(shared / "taken"))
-        assert refused(denied, 403, "permission_denied", "permission denied")
-        # What may not be entered is listed, and does not keep the rest from being listed.
-        (shared / "open").touch()
-        found = listed(envd.rpc("ListDir", NOBODY, path=str(shared), depth=3))
-        assert [item["name"] for item in found] == ["closed", "open"]
-        assert entry(envd.rpc("MakeDir", NOBODY, path=str(shared / "own/dir")))["owner"] == NOBODY
-        assert (shared / "own").owner() == NOBODY
-        assert listed(envd.rpc("ListDir", path=path)) == []
+        closed = shared / "closed"
+        closed.mkdir(mode=0o700)
+        (closed / "f").write_bytes(b"x")
+        assert entry(envd.rpc("Stat", NOBODY, path=f"{closed}/f"))["owner"] == "root"
+        assert entry(envd.rpc("MakeDir", NOBODY, path=f"{closed}/own/dir"))["owner"] == NOBODY
+        assert [item["name"] for item in listed(envd.rpc("ListDir", NOBODY, path=str(closed), depth=2))] == [
+            "f",
+            "own",
+            "dir",
+        ]
+        # What is moved stays whose it was, the directories made for it are the user's.
+        moved = envd.rpc("Move", NOBODY, source=f"{closed}/f", destination=f"{closed}/to/g")
+        assert entry(moved)["owner"] == "root"
+        assert ((closed / "own").owner(), (closed / "to").owner()) == (NOBODY, NOBODY)
+        assert envd.rpc("Remove", NOBODY, path=f"{closed}/to") == (200, {})
+        assert not (closed / "to").exists()
+
+
+@as_root
+def test_move_to_another_file_system(envd: Envd, tmp_path: Path) -> None:
+    source = tmp_path / "s"
+    (source / "sub").mkdir(parents=True)
+    (source / "sub/f").write_bytes(b"content")
+    (source / "sub/f").chmod(0o4711)
+    os.chown(source / "sub", 12345, 54321)
+    os.utime(source / "sub/f", ns=(0, 1_500_000_000))
+    (source / "link").symlink_to("sub")
+
+    def move(source: Path, destination: Path) -> tuple[int, dict[str, object]]:
+        return envd.rpc("Move", NOBODY, source=str(source), destination=str(destination))
+
+    with small_volume(tmp_path / "volume") as volume:
+        (volume / "d").mkdir()
+        # Over an empty directory, as rename(2) allows.
+        assert entry(move(source, volume / "d"))["type"] == "FILE_TYPE_DIRECTORY"
+        assert not source.exists()
+        moved = (volume / "d/sub/f").stat()
+        assert (moved.st_mode & 0o7777, moved.st_mtime_ns) == (0o4711, 1_500_000_000)
+        assert ((volume / "d/sub/f").read_bytes(), (volume / "d/link").readlink()) == (b"content", Path("sub"))
+        assert ((volume / "d/sub").stat().st_uid, (volume / "d/sub").stat().st_gid) == (12345, 54321)
+        # And back, with new parents.
+        assert entry(move(volume / "d", tmp_path / "new/s"))["path"] == f"{tmp_path}/new/s"
+        assert (tmp_path / "new").owner() == NOBODY
+        assert list(volume.iterdir()) == []
+        # What does not fit stays where it is, and leaves nothing behind.
+        (volume / "old").write_bytes(b"old")
+        (tmp_path / "new/s/big").write_bytes(os.urandom(2 << 20))
+        for destination in ("fresh", "old"):
+            assert refused(move(tmp_path / "new/s/big", volume / destination), 500, "internal", "not enough space")
+        assert [(item.name, item.read_bytes()) for item in volume.iterdir()] == [("old", b"old")]
+        assert (tmp_path / "new/s/big").stat().st_size == 2 << 20
 
 
 # The official SDK
@@ -281,5 +316,4 @@ def test_sdk_users(sandbox: e2b.Sandbox) -> None:
             sandbox.files.list(str(shared), user="ghost")
         path.chmod(0o600)
         os.chown(path, 0, 0)
-        with pytest.raises(e2b.SandboxException, match="permission denied"):
-            sandbox.files.read(str(path), user=NOBODY)
+        assert sandbox.files.read(str(path), user=NOBODY) == "x"

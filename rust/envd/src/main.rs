@@ -8,8 +8,9 @@ use tokio::net::TcpListener;
 
 const USAGE: &str = "usage: envd [--host ADDRESS] [--port PORT] [--user NAME] | --version";
 
-/// Threads for blocking file work; each costs memory only while it is used.
-const BLOCKING_THREADS: usize = 8;
+/// Threads for blocking file work. Enough that some calls stuck on a dead mount, or large moves and removals, do not keep the
+/// others waiting; each costs memory only while it is used.
+const BLOCKING_THREADS: usize = 64;
 
 struct Options {
     host: String,

@@ -3,13 +3,19 @@
 //! The binary is static, so the C library's NSS is not available; sandboxes only have local users.
 
 use std::collections::HashMap;
-use std::path::PathBuf;
+use std::fs::OpenOptions;
+use std::io::{self, Read};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
 
 use base64::engine::general_purpose::STANDARD;
 use base64::Engine;
 use hyper::header::{HeaderMap, AUTHORIZATION};
 
 use crate::error::RpcError;
+
+/// Most that is read of either file; a local user or group takes some 100 bytes.
+const MAX_BYTES: u64 = 4 << 20;
 
 /// A user a process or a file can belong to.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -38,7 +44,7 @@ pub struct UserDb {
 impl UserDb {
     /// Reads /etc/passwd and /etc/group; a missing or unreadable file counts as empty.
     pub fn load() -> Self {
-        let read = |path| String::from_utf8_lossy(&std::fs::read(path).unwrap_or_default()).into_owned();
+        let read = |path| read_small(Path::new(path)).unwrap_or_default();
         Self::parse(&read("/etc/passwd"), &read("/etc/group"))
     }
 
@@ -91,6 +97,19 @@ impl UserDb {
     }
 }
 
+/// The text of a regular file. The guest decides what is there, and a FIFO or an endless file must not stop the daemon.
+///
+/// # Errors
+/// What the kernel answers; `InvalidData` for anything but a regular file of at most [`MAX_BYTES`].
+fn read_small(path: &Path) -> io::Result<String> {
+    let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY).open(path)?;
+    let mut bytes = Vec::new();
+    if !file.metadata()?.is_file() || file.take(MAX_BYTES + 1).read_to_end(&mut bytes)? as u64 > MAX_BYTES {
+        return Err(io::ErrorKind::InvalidData.into());
+    }
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
+}
+
 fn root_user() -> User {
     User { name: "root".into(), uid: 0, gid: 0, groups: vec![0], home: "/root".into(), shell: "/bin/sh".into() }
 }
@@ -131,6 +150,19 @@ mod tests {
         assert_eq!((db.user_name(0), db.user_name(7)), ("root".into(), "7".into()));
         assert_eq!((db.group_name(27), db.group_name(9)), ("sudo".into(), "9".into()));
         assert_eq!(db.user("ghost").expect_err("unknown").message, "invalid username: 'ghost'");
+    }
+
+    #[test]
+    fn what_is_no_small_regular_file_is_not_read() {
+        let dir = tempfile::tempdir().expect("directory");
+        let at = |name: &str| dir.path().join(name);
+        std::fs::write(at("f"), PASSWD).expect("written");
+        assert_eq!(read_small(&at("f")).expect("readable"), PASSWD);
+        nix::unistd::mkfifo(&at("fifo"), nix::sys::stat::Mode::S_IRWXU).expect("made");
+        std::fs::File::create(at("endless")).and_then(|file| file.set_len(1 << 40)).expect("made");
+        for path in [at("fifo"), at("endless"), dir.path().to_owned(), "/dev/zero".into()] {
+            assert!(read_small(&path).is_err(), "{}", path.display());
+        }
     }
 
     #[test]

@@ -10,6 +10,7 @@ use bytes::Bytes;
 use flate2::write::GzEncoder;
 use flate2::Compression;
 use hyper::header::{self, HeaderMap, HeaderName, HeaderValue};
+use hyper::http::request::Parts;
 use hyper::{Method, StatusCode};
 use tokio::sync::mpsc;
 
@@ -17,11 +18,10 @@ use super::encoding::{self, Coding};
 use super::range::{self, Wanted};
 use super::{disposition, open};
 use crate::error::HttpError;
-use crate::filesystem::credentials::run_as;
+use crate::filesystem;
 use crate::filesystem::error::FsError;
 use crate::filesystem::time::http_date;
-use crate::http::{channel, empty, full, Body, Request, Response};
-use crate::users::User;
+use crate::http::{channel, empty, full, Body, Response};
 
 /// Bytes read at a time.
 const CHUNK: usize = 256 << 10;
@@ -47,9 +47,9 @@ enum Content {
 /// Sends the file at `path`.
 ///
 /// # Errors
-/// 400 for what is no regular file, 403, 404; 406 when the client accepts neither gzip nor identity.
-pub async fn download(request: &Request, path: &Path, user: &User) -> Result<Response, HttpError> {
-    let headers = request.headers();
+/// 400 for what is no regular file, 404; 406 when the client accepts neither gzip nor identity.
+pub async fn download(request: &Parts, path: &Path) -> Result<Response, HttpError> {
+    let headers = &request.headers;
     let coding = encoding::choose(joined(headers, header::ACCEPT_ENCODING).as_deref()).ok_or_else(|| {
         HttpError::new(
             StatusCode::NOT_ACCEPTABLE,
@@ -57,7 +57,7 @@ pub async fn download(request: &Request, path: &Path, user: &User) -> Result<Res
         )
     })?;
     let opened = path.to_path_buf();
-    let Source { content, modified } = run_as(user, move || source(&opened)).await?;
+    let Source { content, modified } = filesystem::blocking(move || source(&opened)).await?;
 
     let mut response = match (content, coding) {
         // Nothing to compress.
@@ -76,7 +76,7 @@ pub async fn download(request: &Request, path: &Path, user: &User) -> Result<Res
     set(header::VARY, "Accept-Encoding");
     set(header::CONTENT_DISPOSITION, &disposition::inline(path));
     set(header::CONTENT_TYPE, disposition::content_type(path));
-    if request.method() == Method::HEAD {
+    if request.method == Method::HEAD {
         // Dropping the body ends its reader.
         *response.body_mut() = full(Bytes::new());
     }

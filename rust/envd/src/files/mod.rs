@@ -13,8 +13,11 @@ mod upload;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use hyper::body::Incoming;
+use hyper::http::request::Parts;
 use hyper::{Method, StatusCode};
 
+use self::body::BodyReader;
 use crate::auth::{check_file_access, FileOperation, SignedQuery};
 use crate::error::HttpError;
 use crate::filesystem::error::{FsError, FsErrorKind};
@@ -25,7 +28,11 @@ use crate::users::{requested_user, User};
 
 /// Answers every method of `/files` and `/files/…`. The access token has not been checked: see `auth::check_file_access`.
 pub async fn handle(request: Request, state: Arc<State>) -> Response {
-    answer(request, state).await.unwrap_or_else(HttpError::into_response)
+    let (head, body) = request.into_parts();
+    let mut body = BodyReader::new(body);
+    let response = answer(&head, &mut body, &state).await.unwrap_or_else(HttpError::into_response);
+    body.linger();
+    response
 }
 
 /// The query of a file request, decoded.
@@ -37,8 +44,8 @@ struct Query {
 }
 
 impl Query {
-    fn of(request: &Request) -> Self {
-        let parameter = |name| query_param(request.uri().query(), name);
+    fn of(request: &Parts) -> Self {
+        let parameter = |name| query_param(request.uri.query(), name);
         Self {
             path: parameter("path"),
             username: parameter("username"),
@@ -48,11 +55,11 @@ impl Query {
     }
 }
 
-async fn answer(request: Request, state: Arc<State>) -> Result<Response, HttpError> {
-    if request.uri().path() != "/files" {
-        return Err(HttpError::new(StatusCode::NOT_FOUND, format!("no such path: {}", request.uri().path())));
+async fn answer(request: &Parts, body: &mut BodyReader<Incoming>, state: &State) -> Result<Response, HttpError> {
+    if request.uri.path() != "/files" {
+        return Err(HttpError::new(StatusCode::NOT_FOUND, format!("no such path: {}", request.uri.path())));
     }
-    let operation = match *request.method() {
+    let operation = match request.method {
         Method::GET | Method::HEAD => FileOperation::Read,
         Method::POST => FileOperation::Write,
         ref other => {
@@ -60,20 +67,20 @@ async fn answer(request: Request, state: Arc<State>) -> Result<Response, HttpErr
             return Err(HttpError::new(StatusCode::METHOD_NOT_ALLOWED, message));
         }
     };
-    let query = Query::of(&request);
-    authorize(&request, &state, operation, &query)?;
-    let user = effective_user(&request, &state, &query)?;
+    let query = Query::of(request);
+    authorize(request, state, operation, &query)?;
+    let user = effective_user(request, state, &query)?;
     match operation {
-        FileOperation::Write => upload::upload(request, state, query, user).await,
+        FileOperation::Write => upload::upload(&request.headers, body, state, query, user).await,
         FileOperation::Read => {
             let workdir = state.settings().default_workdir;
             let path = resolve(query.path.as_deref().unwrap_or(""), &user, workdir.as_deref())?;
-            download::download(&request, &path, &user).await
+            download::download(request, &path).await
         }
     }
 }
 
-fn authorize(request: &Request, state: &State, operation: FileOperation, query: &Query) -> Result<(), HttpError> {
+fn authorize(request: &Parts, state: &State, operation: FileOperation, query: &Query) -> Result<(), HttpError> {
     let signed = SignedQuery {
         path: query.path.as_deref().unwrap_or(""),
         username: query.username.as_deref().unwrap_or(""),
@@ -82,14 +89,14 @@ fn authorize(request: &Request, state: &State, operation: FileOperation, query: 
     };
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
     let token = state.settings().access_token;
-    check_file_access(token.as_deref(), request.headers(), operation, signed, now)
+    check_file_access(token.as_deref(), &request.headers, operation, signed, now)
 }
 
 /// The user of the query, else of the Authorization header, else the default one. A signed URL speaks for the user it was signed
 /// for, so a header cannot make it another's.
-fn effective_user(request: &Request, state: &State, query: &Query) -> Result<User, HttpError> {
+fn effective_user(request: &Parts, state: &State, query: &Query) -> Result<User, HttpError> {
     let from_header = match (&query.username, &query.signature) {
-        (None, None) => requested_user(request.headers())?,
+        (None, None) => requested_user(&request.headers)?,
         _ => None,
     };
     Ok(state.user_or_default(query.username.as_deref().or(from_header.as_deref()))?)

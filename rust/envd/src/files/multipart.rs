@@ -14,6 +14,8 @@ use crate::error::HttpError;
 const MAX_BOUNDARY: usize = 70;
 /// Longest header block of a part: a path may have 4095 bytes, and every one of them may be escaped.
 const MAX_PART_HEAD: usize = 32 << 10;
+/// What stands after a percent sign in a quoted value, and for what.
+const ENCODED: [(&str, char); 3] = [("22", '"'), ("0D", '\r'), ("0A", '\n')];
 /// Most headers of a part; clients send two or three.
 const MAX_PART_HEADERS: usize = 16;
 
@@ -27,22 +29,22 @@ pub struct Part {
 }
 
 /// Reads the parts of one body in order.
-pub struct Multipart<B> {
-    source: BodyReader<B>,
+pub struct Multipart<'a, B> {
+    source: &'a mut BodyReader<B>,
     /// CR LF, two dashes, the boundary. The first one of a body may lack its CR LF, hence the buffer starts with them.
     delimiter: Vec<u8>,
     buffer: BytesMut,
     ended: bool,
 }
 
-impl<B> Multipart<B>
+impl<'a, B> Multipart<'a, B>
 where
-    B: hyper::body::Body<Data = Bytes> + Unpin,
+    B: hyper::body::Body<Data = Bytes> + Send + Unpin + 'static,
     B::Error: std::fmt::Display,
 {
     /// # Errors
     /// 400 when the content type has no valid boundary.
-    pub fn new(content_type: &str, source: BodyReader<B>) -> Result<Self, HttpError> {
+    pub fn new(content_type: &str, source: &'a mut BodyReader<B>) -> Result<Self, HttpError> {
         let boundary = parameters(content_type).find(|(name, _)| name == "boundary").map(|(_, value)| value);
         let boundary = boundary.filter(|boundary| (1..=MAX_BOUNDARY).contains(&boundary.len())).ok_or_else(|| {
             bad(format!("content type '{content_type}' has no boundary of 1 to {MAX_BOUNDARY} characters"))
@@ -97,11 +99,6 @@ where
         }
     }
 
-    /// Reads what is left, so that the client can finish sending and read the answer.
-    pub async fn drain(self) {
-        self.source.drain().await;
-    }
-
     async fn take_until(&mut self, mark: &[u8]) -> Result<Bytes, HttpError> {
         loop {
             if let Some(at) = find(&self.buffer, mark) {
@@ -126,7 +123,7 @@ where
 }
 
 /// The data of the current part.
-impl Pieces for Multipart<Incoming> {
+impl Pieces for &mut Multipart<'_, Incoming> {
     async fn piece(&mut self) -> Result<Option<Bytes>, HttpError> {
         self.chunk().await
     }
@@ -149,8 +146,7 @@ fn part(head: &[u8]) -> Result<Part, HttpError> {
     }
 }
 
-/// The `; name=value` parameters of a header, names in lower case. In a quoted value a backslash escapes only a quote or another
-/// backslash: browsers and JavaScript do not escape a backslash of a file name, httpx does.
+/// The `; name=value` parameters of a header, names in lower case. See [`unquote`] for quoted values.
 fn parameters(header: &str) -> impl Iterator<Item = (String, String)> + '_ {
     let mut rest = header.split_once(';').map_or("", |(_, rest)| rest);
     std::iter::from_fn(move || loop {
@@ -174,7 +170,9 @@ fn parameters(header: &str) -> impl Iterator<Item = (String, String)> + '_ {
     })
 }
 
-/// The text up to the closing quote, and what follows it.
+/// The text up to the closing quote, and what follows it. A backslash escapes only a quote or another backslash: browsers and
+/// JavaScript do not escape a backslash of a file name, httpx does. A quote and line ends come percent-encoded, and nothing else
+/// (HTML, "multipart/form-data encoding algorithm"); httpx does so too.
 fn unquote(text: &str) -> (String, &str) {
     let mut value = String::new();
     let mut chars = text.char_indices().peekable();
@@ -184,6 +182,13 @@ fn unquote(text: &str) -> (String, &str) {
             '\\' => match chars.next_if(|(_, next)| matches!(next, '"' | '\\')) {
                 Some((_, escaped)) => value.push(escaped),
                 None => value.push('\\'),
+            },
+            '%' => match ENCODED.iter().find(|(code, _)| text[at + 1..].starts_with(code)) {
+                Some(&(code, encoded)) => {
+                    value.push(encoded);
+                    chars.nth(code.len() - 1);
+                }
+                None => value.push('%'),
             },
             _ => value.push(c),
         }
@@ -204,18 +209,21 @@ mod tests {
     use super::*;
     use crate::http::{channel, Body};
 
+    const TYPE: &str = "multipart/form-data; boundary=XX";
+
     /// A reader of `body` that arrives `step` bytes at a time.
-    fn reader(body: &[u8], step: usize) -> Multipart<Body> {
+    fn reader(body: &[u8], step: usize) -> BodyReader<Body> {
         let chunks: Vec<Bytes> = body.chunks(step.max(1)).map(Bytes::copy_from_slice).collect();
         let (sender, streamed) = channel(chunks.len().max(1));
         for chunk in chunks {
             sender.try_send(Ok(chunk)).unwrap();
         }
-        Multipart::new("multipart/form-data; boundary=XX", BodyReader::new(streamed)).unwrap()
+        BodyReader::new(streamed)
     }
 
     async fn all(body: &[u8], step: usize) -> Result<Vec<(Part, Vec<u8>)>, HttpError> {
-        let mut multipart = reader(body, step);
+        let mut source = reader(body, step);
+        let mut multipart = Multipart::new(TYPE, &mut source)?;
         let mut parts = Vec::new();
         while let Some(part) = multipart.next_part().await? {
             let mut data = Vec::new();
@@ -250,7 +258,8 @@ mod tests {
     #[tokio::test]
     async fn parts_that_are_not_read_are_skipped() {
         let body = b"--XX\r\nContent-Disposition: form-data; name=a\r\n\r\n1\r\n--XX\r\nContent-Disposition: form-data; name=b\r\n\r\n2\r\n--XX--";
-        let mut multipart = reader(body, 7);
+        let mut source = reader(body, 7);
+        let mut multipart = Multipart::new(TYPE, &mut source).unwrap();
         assert_eq!(multipart.next_part().await.unwrap(), Some(part("a", None)));
         assert_eq!(multipart.next_part().await.unwrap(), Some(part("b", None)));
         assert_eq!(multipart.next_part().await.unwrap(), None);
@@ -287,7 +296,8 @@ mod tests {
             (r#"form-data; name="file"; filename="/y/z.txt""#, "/y/z.txt"),
             (r#"form-data; FileName="a;b=c \"q\" d\\e \f"; name=file"#, r#"a;b=c "q" d\e \f"#),
             (r#"form-data; flag; filename=plain ; name=x"#, "plain"),
-            (r#"form-data; filename="ünï %22""#, "ünï %22"),
+            (r#"form-data; filename="ünï %22%0D%0A %25 %0a 5%""#, "ünï \"\r\n %25 %0a 5%"),
+            (r#"form-data; filename=%22"#, "%22"),
             (r#"form-data; filename="unclosed"#, "unclosed"),
             (r#"form-data; filename="""#, ""),
         ];
@@ -299,7 +309,9 @@ mod tests {
 
     #[test]
     fn boundaries() {
-        let new = |content_type: &str| Multipart::new(content_type, BodyReader::new(channel(1).1)).map(|m| m.delimiter);
+        let new = |content_type: &str| {
+            Multipart::new(content_type, &mut BodyReader::new(channel(1).1)).map(|multipart| multipart.delimiter)
+        };
         assert_eq!(new("multipart/form-data; boundary=\"a b\"").unwrap(), b"\r\n--a b");
         assert!(new("multipart/form-data").is_err());
         assert!(new("multipart/form-data; boundary=").is_err());

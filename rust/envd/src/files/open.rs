@@ -7,12 +7,12 @@ use std::fs::{File, Metadata};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::Path;
 
-use rustix::fs::{openat, openat2, Mode, OFlags, CWD};
+use rustix::fs::{open, Mode, OFlags};
 use rustix::io::Errno;
 
 use crate::filesystem::error::{FsError, FsErrorKind};
-use crate::filesystem::links;
 use crate::filesystem::place::make_parents;
+use crate::users::User;
 
 /// Mode of a new file: 0666 less the usual umask, whatever envd's own umask is.
 const FILE_MODE: Mode = Mode::from_raw_mode(0o644);
@@ -20,12 +20,12 @@ const FILE_MODE: Mode = Mode::from_raw_mode(0o644);
 /// Neither block nor become a terminal's owner.
 const ALWAYS: OFlags = OFlags::CLOEXEC.union(OFlags::NOCTTY).union(OFlags::NONBLOCK);
 
-/// Opens `path` for reading with the permissions of the thread. Blocks.
+/// Opens `path` for reading. Blocks.
 ///
 /// # Errors
-/// `not_found`; `invalid_argument` for what is not a regular file; `permission_denied`.
+/// `not_found`; `invalid_argument` for what is not a regular file.
 pub fn read(path: &Path) -> Result<(File, Metadata), FsError> {
-    let handle = resolve(path).map_err(|errno| failed("open", path, errno))?;
+    let handle = resolve(path).map_err(|errno| FsError::errno("open", path, errno))?;
     let (file, metadata) = reopen(handle, path, OFlags::RDONLY)?;
     Ok((file, metadata))
 }
@@ -38,18 +38,17 @@ pub struct Target {
     pub created: bool,
 }
 
-/// Creates `path` and its missing parents, or empties the regular file it leads to. Blocks.
+/// Creates `path` and its missing parents, these owned by `owner`, or empties the regular file it leads to. Blocks.
 ///
 /// # Errors
-/// `invalid_argument` when the path is taken by something else; `permission_denied`; `no space`.
-pub fn write(path: &Path) -> Result<Target, FsError> {
+/// `invalid_argument` when the path is taken by something else; `no space`.
+pub fn write(path: &Path, owner: &User) -> Result<Target, FsError> {
     let create = OFlags::WRONLY | OFlags::CREATE | ALWAYS;
-    links::check(path, false)?;
-    make_parents(path)?;
-    match openat2(CWD, path, create | OFlags::EXCL, FILE_MODE, links::allowed()) {
+    make_parents(path, owner)?;
+    match open(path, create | OFlags::EXCL, FILE_MODE) {
         Ok(file) => return Ok(Target { file: file.into(), created: true }),
         Err(Errno::EXIST | Errno::ISDIR) => {}
-        Err(errno) => return Err(failed("create", path, errno)),
+        Err(errno) => return Err(FsError::errno("create", path, errno)),
     }
     match resolve(path) {
         Ok(handle) => {
@@ -57,19 +56,19 @@ pub fn write(path: &Path) -> Result<Target, FsError> {
             Ok(Target { file, created: false })
         }
         // A link to a file that does not exist yet.
-        Err(Errno::NOENT) => match openat2(CWD, path, create, FILE_MODE, links::allowed()) {
+        Err(Errno::NOENT) => match open(path, create, FILE_MODE) {
             Ok(file) => Ok(Target { file: file.into(), created: false }),
-            Err(errno) => Err(failed("create", path, errno)),
+            Err(errno) => Err(FsError::errno("create", path, errno)),
         },
-        Err(errno) => Err(failed("open", path, errno)),
+        Err(errno) => Err(FsError::errno("open", path, errno)),
     }
 }
 
 fn resolve(path: &Path) -> Result<OwnedFd, Errno> {
-    openat2(CWD, path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty(), links::allowed())
+    open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())
 }
 
-/// Opens a handle if it is that of a regular file. The kernel checks permissions again, and nothing is looked up by name.
+/// Opens a handle if it is that of a regular file. Nothing is looked up by name again.
 fn reopen(handle: OwnedFd, path: &Path, flags: OFlags) -> Result<(File, Metadata), FsError> {
     let handle = File::from(handle);
     let metadata = handle.metadata().map_err(|error| FsError::io("stat", path, &error))?;
@@ -81,17 +80,10 @@ fn reopen(handle: OwnedFd, path: &Path, flags: OFlags) -> Result<(File, Metadata
         return Err(FsError::invalid(message));
     }
     let own_link = format!("/proc/self/fd/{}", handle.as_raw_fd());
-    match openat(CWD, own_link, flags | ALWAYS, Mode::empty()) {
+    match open(own_link, flags | ALWAYS, Mode::empty()) {
         Ok(file) => Ok((file.into(), metadata)),
         Err(Errno::NOENT) => Err(FsError::new(FsErrorKind::Internal, "cannot open files: /proc is not mounted")),
-        Err(errno) => Err(failed("open", path, errno)),
-    }
-}
-
-fn failed(action: &str, path: &Path, errno: Errno) -> FsError {
-    match errno {
-        Errno::LOOP => links::forbidden(path),
-        _ => FsError::errno(action, path, errno),
+        Err(errno) => Err(FsError::errno("open", path, errno)),
     }
 }
 
@@ -102,11 +94,17 @@ mod tests {
     use std::io::Write;
     use std::os::unix::fs::{symlink, PermissionsExt};
 
+    fn write(path: &Path) -> Result<Target, FsError> {
+        let (uid, gid) = (nix::unistd::geteuid().as_raw(), nix::unistd::getegid().as_raw());
+        let home = "/".into();
+        super::write(path, &User { name: "me".into(), uid, gid, groups: vec![gid], home, shell: "/bin/sh".into() })
+    }
+
     #[test]
     fn only_regular_files_and_without_waiting() {
         let dir = tempfile::tempdir().unwrap();
         let fifo = dir.path().join("fifo");
-        rustix::fs::mknodat(CWD, &fifo, rustix::fs::FileType::Fifo, Mode::RWXU, 0).unwrap();
+        rustix::fs::mknodat(rustix::fs::CWD, &fifo, rustix::fs::FileType::Fifo, Mode::RWXU, 0).unwrap();
         for path in [fifo.as_path(), Path::new("/dev/null"), dir.path()] {
             assert_eq!(read(path).unwrap_err().kind, FsErrorKind::InvalidArgument, "{}", path.display());
             assert_eq!(write(path).err().unwrap().kind, FsErrorKind::InvalidArgument, "{}", path.display());

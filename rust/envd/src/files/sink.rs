@@ -11,13 +11,14 @@ use std::path::{Path, PathBuf};
 
 use bytes::Bytes;
 use flate2::write::MultiGzDecoder;
-use rustix::fs::{fchown, fstatvfs, ftruncate, Gid, Uid};
-use rustix::io::Errno;
+use rustix::fs::{fstatvfs, ftruncate};
 
 use super::open;
-use crate::filesystem::credentials::{as_user, run_as};
+use crate::filesystem::blocking;
 use crate::filesystem::error::{FsError, FsErrorKind};
 use crate::filesystem::metadata::{self, UserMetadata};
+use crate::filesystem::place::give;
+use crate::log;
 use crate::users::User;
 
 /// Bytes of one write: a small file is written in one go, which watchers see as one event.
@@ -25,8 +26,8 @@ pub const BATCH: usize = 256 << 10;
 
 /// Where an upload goes and how it comes.
 pub struct Destination {
-    /// Whose permissions count and who will own the file.
-    pub user: User,
+    /// Who will own the file and its new parents.
+    pub owner: User,
     /// Absolute.
     pub path: PathBuf,
     /// Replaces what the file has.
@@ -39,7 +40,6 @@ pub struct Destination {
 
 /// An open upload. Dropped before [`Sink::finish`] it undoes what can be undone.
 pub struct Sink {
-    user: User,
     path: PathBuf,
     /// `None` once finished or discarded.
     open: Option<Open>,
@@ -63,19 +63,23 @@ impl Sink {
     /// # Errors
     /// See [`open::write`] and [`metadata::replace`]; `no space` when the known length does not fit, before anything is changed.
     pub async fn open(destination: Destination) -> Result<Self, FsError> {
-        let Destination { user, path, metadata, gzip, length } = destination;
-        let owner = user.clone();
+        let Destination { owner, path, metadata, gzip, length } = destination;
         // The whole sink is made over there, so that it also undoes itself for a client that goes away in this moment.
-        let sink = run_as(&owner, move || {
+        blocking(move || {
             require_space(&path, length)?;
-            let target = open::write(&path)?;
+            let target = open::write(&path, &owner)?;
             let found = target.file.metadata().map_err(|error| FsError::io("stat", &path, &error))?;
             let created = target.created.then_some((found.dev(), found.ino()));
-            Ok(Self { user, path, open: Some(Open { writer: Writer::new(target.file, gzip), created }) })
+            let mut sink = Self { path, open: Some(Open { writer: Writer::new(target.file, gzip), created }) };
+            match sink.prepare(&owner, &metadata) {
+                Ok(()) => Ok(sink),
+                Err(error) => {
+                    sink.undo().into_iter().for_each(|undo| undo());
+                    Err(error)
+                }
+            }
         })
-        .await?;
-        // A step of its own, because what fails in it has to be undone with the thread's own credentials restored.
-        sink.step(move |writer, path| prepare(writer.file(), path, &owner, &metadata)).await
+        .await
     }
 
     /// Writes more data.
@@ -104,14 +108,20 @@ impl Sink {
         }
     }
 
-    /// One piece of work on a blocking thread as the user.
+    fn prepare(&self, owner: &User, metadata: &UserMetadata) -> Result<(), FsError> {
+        let Some(open) = &self.open else { return Ok(()) };
+        give(open.writer.file(), &self.path, owner)?;
+        metadata::replace(open.writer.file(), &self.path, metadata)
+    }
+
+    /// One piece of work on a blocking thread.
     async fn step<F>(mut self, work: F) -> Result<Self, FsError>
     where
         F: FnOnce(&mut Writer, &Path) -> Result<(), FsError> + Send + 'static,
     {
         let stepped = tokio::task::spawn_blocking(move || {
             let result = match &mut self.open {
-                Some(open) => as_user(&self.user, || work(&mut open.writer, &self.path)),
+                Some(open) => work(&mut open.writer, &self.path),
                 None => Ok(()),
             };
             (self, result)
@@ -128,24 +138,27 @@ impl Sink {
 
     /// The work that undoes the upload, for a blocking thread.
     fn undo(&mut self) -> Option<impl FnOnce() + Send + 'static> {
-        let Open { writer, created } = self.open.take()?;
-        let (user, path) = (self.user.clone(), self.path.clone());
+        let open = self.open.take()?;
+        let path = self.path.clone();
         Some(move || {
-            let undone = as_user(&user, || {
-                let file = writer.file().try_clone().map_err(|error| FsError::io("duplicate", &path, &error))?;
-                // Writes what it still holds.
-                drop(writer);
-                ftruncate(&file, 0).map_err(|errno| FsError::errno("empty", &path, errno))?;
-                let ours = |found: fs::Metadata| Some((found.dev(), found.ino())) == created;
-                if fs::symlink_metadata(&path).is_ok_and(ours) {
-                    fs::remove_file(&path).map_err(|error| FsError::io("remove", &path, &error))?;
-                }
-                Ok(())
-            });
-            if let Err(error) = undone {
-                eprintln!("[envd] abandoned upload: {error}");
+            if let Err(error) = open.undo(&path) {
+                log!("abandoned upload: {error}");
             }
         })
+    }
+}
+
+impl Open {
+    fn undo(self, path: &Path) -> Result<(), FsError> {
+        let file = self.writer.file().try_clone().map_err(|error| FsError::io("duplicate", path, &error))?;
+        // Writes what it still holds.
+        drop(self.writer);
+        ftruncate(&file, 0).map_err(|errno| FsError::errno("empty", path, errno))?;
+        let ours = |found: fs::Metadata| Some((found.dev(), found.ino())) == self.created;
+        if fs::symlink_metadata(path).is_ok_and(ours) {
+            fs::remove_file(path).map_err(|error| FsError::io("remove", path, &error))?;
+        }
+        Ok(())
     }
 }
 
@@ -200,23 +213,14 @@ fn gzip_error(path: &Path, error: &io::Error) -> FsError {
     }
 }
 
-fn prepare(file: &File, path: &Path, owner: &User, metadata: &UserMetadata) -> Result<(), FsError> {
-    match fchown(file, Some(Uid::from_raw(owner.uid)), Some(Gid::from_raw(owner.gid))) {
-        // Another user's file that this user may write to stays the other's: giving it away is not theirs to do.
-        Ok(()) | Err(Errno::PERM | Errno::OPNOTSUPP) => {}
-        Err(errno) => return Err(FsError::errno("change owner of", path, errno)),
-    }
-    metadata::replace(file, path, metadata)
-}
-
-/// Refuses an upload that cannot fit while the old file is still whole. What it would free counts as free. An estimate: the
-/// file system may still refuse later.
+/// Refuses an upload that cannot fit while the old file is still whole. What it would free counts as free, and so does what is
+/// reserved for root, who writes it. An estimate: the file system may still refuse later.
 fn require_space(path: &Path, length: Option<u64>) -> Result<(), FsError> {
     let Some(length) = length else { return Ok(()) };
     let existing = fs::metadata(path).map_or(0, |metadata| metadata.blocks() * 512);
     let nearest = path.ancestors().find_map(|ancestor| File::open(ancestor).ok());
     let Some(Ok(volume)) = nearest.map(|directory| fstatvfs(&directory)) else { return Ok(()) };
-    let available = volume.f_bavail.saturating_mul(volume.f_frsize).saturating_add(existing);
+    let available = volume.f_bfree.saturating_mul(volume.f_frsize).saturating_add(existing);
     // Some file systems (FUSE, overlays) report no sizes.
     if volume.f_blocks > 0 && length > available {
         let message =
@@ -233,12 +237,12 @@ mod tests {
     use flate2::Compression;
 
     fn me() -> User {
-        let (uid, gid) = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
+        let (uid, gid) = (nix::unistd::geteuid().as_raw(), nix::unistd::getegid().as_raw());
         User { name: "me".into(), uid, gid, groups: vec![gid], home: "/".into(), shell: "/bin/sh".into() }
     }
 
     fn destination(path: &Path, gzip: bool) -> Destination {
-        Destination { user: me(), path: path.into(), metadata: UserMetadata::new(), gzip, length: None }
+        Destination { owner: me(), path: path.into(), metadata: UserMetadata::new(), gzip, length: None }
     }
 
     /// Runs `work`, then waits for the undoing of dropped sinks: with one blocking thread, work is done in its order.

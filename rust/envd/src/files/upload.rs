@@ -1,7 +1,6 @@
 //! `POST /files`.
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 use bytes::BytesMut;
 use hyper::body::Incoming;
@@ -15,7 +14,7 @@ use super::sink::{Destination, Sink, BATCH};
 use super::Query;
 use crate::error::{json_response, HttpError};
 use crate::filesystem::metadata::{self, UserMetadata};
-use crate::http::{Request, Response};
+use crate::http::Response;
 use crate::paths::resolve;
 use crate::state::State;
 use crate::users::User;
@@ -34,20 +33,20 @@ struct Written {
 /// body that were complete before an error stay; see [`super::sink`] for the one that was not.
 ///
 /// # Errors
-/// 400, 401, 403, 404, 408, 507, as the protocol says (§3.5).
-pub async fn upload(request: Request, state: Arc<State>, query: Query, user: User) -> Result<Response, HttpError> {
-    let (parts, body) = request.into_parts();
-    let body = BodyReader::new(body);
-    let plan = Plan::new(&parts.headers, &state, query, user);
-    let written = match plan {
-        Ok(plan) if plan.multipart.is_none() => plan.octet_stream(body).await,
-        Ok(plan) => plan.form(body).await,
-        Err(error) => {
-            body.drain().await;
-            Err(error)
-        }
+/// 400, 401, 404, 408, 507, as the protocol says (§3.5).
+pub async fn upload(
+    headers: &HeaderMap,
+    body: &mut BodyReader<Incoming>,
+    state: &State,
+    query: Query,
+    user: User,
+) -> Result<Response, HttpError> {
+    let plan = Plan::new(headers, state, query, user)?;
+    let written = match &plan.multipart {
+        None => plan.octet_stream(body).await?,
+        Some(content_type) => plan.form(Multipart::new(content_type, body)?).await?,
     };
-    written.map(|written| json_response(StatusCode::OK, &written))
+    Ok(json_response(StatusCode::OK, &written))
 }
 
 /// What the head of the request says.
@@ -95,30 +94,15 @@ impl Plan {
         })
     }
 
-    async fn octet_stream(self, mut body: BodyReader<Incoming>) -> Result<Vec<Written>, HttpError> {
-        let stored = async {
-            let path = self.path.as_deref().ok_or_else(|| bad("query parameter 'path' is missing"))?;
-            let destination = self.destination(path)?;
-            let written = self.written(&destination.path);
-            store(destination, &mut body).await?;
-            Ok(vec![written])
-        };
-        let result = stored.await;
-        if result.is_err() {
-            body.drain().await;
-        }
-        result
+    async fn octet_stream(&self, body: &mut BodyReader<Incoming>) -> Result<Vec<Written>, HttpError> {
+        let path = self.path.as_deref().ok_or_else(|| bad("query parameter 'path' is missing"))?;
+        let destination = self.destination(path)?;
+        let written = self.written(&destination.path);
+        store(destination, body).await?;
+        Ok(vec![written])
     }
 
-    async fn form(self, body: BodyReader<Incoming>) -> Result<Vec<Written>, HttpError> {
-        let mut form = Multipart::new(self.multipart.as_deref().unwrap_or(""), body)?;
-        let result = self.parts(&mut form).await;
-        // Also after the last part: a connection with an unread end cannot be used again.
-        form.drain().await;
-        result
-    }
-
-    async fn parts(&self, form: &mut Multipart<Incoming>) -> Result<Vec<Written>, HttpError> {
+    async fn form(&self, mut form: Multipart<'_, Incoming>) -> Result<Vec<Written>, HttpError> {
         let mut all: Vec<Written> = Vec::new();
         while let Some(part) = form.next_part().await? {
             let Some(path) = self.path_of(&part)? else { continue };
@@ -127,7 +111,7 @@ impl Plan {
             if all.iter().any(|earlier| earlier.path == written.path) {
                 return Err(bad(format!("'{}' is the destination of two parts; upload one file there", written.path)));
             }
-            store(destination, form).await?;
+            store(destination, &mut form).await?;
             all.push(written);
         }
         if all.is_empty() {
@@ -150,7 +134,7 @@ impl Plan {
 
     fn destination(&self, path: &str) -> Result<Destination, HttpError> {
         Ok(Destination {
-            user: self.user.clone(),
+            owner: self.user.clone(),
             path: resolve(path, &self.user, self.workdir.as_deref())?,
             metadata: self.metadata.clone(),
             gzip: self.gzip,
@@ -170,7 +154,7 @@ impl Plan {
 }
 
 /// Writes what `source` yields, in batches: one hop to a blocking thread for each, and none held while the client is slow.
-async fn store(destination: Destination, source: &mut impl Pieces) -> Result<(), HttpError> {
+async fn store(destination: Destination, mut source: impl Pieces) -> Result<(), HttpError> {
     let mut sink = Sink::open(destination).await?;
     let mut batch = BytesMut::new();
     loop {

@@ -8,7 +8,6 @@ use std::path::Path;
 use serde::Serialize;
 
 use super::error::FsError;
-use super::links;
 use super::metadata;
 use super::time::rfc3339;
 use crate::users::UserDb;
@@ -77,7 +76,6 @@ pub struct EntryInfo {
 /// # Errors
 /// `not_found` when it does not exist or a component of it is no directory; what the kernel answered otherwise.
 pub fn stat(path: &Path, users: &UserDb) -> Result<EntryInfo, FsError> {
-    links::check(path, false)?;
     let link = fs::symlink_metadata(path).map_err(|error| match error.kind() {
         std::io::ErrorKind::NotADirectory => FsError::not_found(path),
         _ => FsError::io("stat", path, &error),
@@ -90,8 +88,8 @@ pub fn describe(path: &Path, link: &Metadata, users: &UserDb) -> EntryInfo {
     let own_path = path.to_string_lossy().into_owned();
     let is_symlink = link.is_symlink();
     let (target, symlink_target) = if is_symlink {
-        match (links::check(path, true), fs::metadata(path), fs::canonicalize(path)) {
-            (Ok(()), Ok(target), Ok(resolved)) => (Some(target), Some(resolved.to_string_lossy().into_owned())),
+        match (fs::metadata(path), fs::canonicalize(path)) {
+            (Ok(target), Ok(resolved)) => (Some(target), Some(resolved.to_string_lossy().into_owned())),
             _ => (None, Some(own_path.clone())),
         }
     } else {

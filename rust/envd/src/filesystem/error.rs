@@ -17,7 +17,7 @@ pub enum FsErrorKind {
     InvalidArgument,
     /// The state of the file system forbids it (not empty, read-only, symlink loop, other device).
     FailedPrecondition,
-    /// The effective user may not do it.
+    /// Not even root may do it: an immutable file, or a file system that forbids it.
     PermissionDenied,
     /// The daemon or the kernel ran out of descriptors, memory or watches, or the answer is too large.
     ResourceExhausted,
@@ -66,9 +66,10 @@ impl FsError {
         let (kind, reason) = match errno {
             Some(Errno::NOENT) => return Self::not_found(path),
             Some(Errno::EXIST) => (FsErrorKind::AlreadyExists, "it already exists"),
-            Some(Errno::ACCESS | Errno::PERM) => {
-                (FsErrorKind::PermissionDenied, "permission denied; act as another user or change the permissions")
-            }
+            Some(Errno::ACCESS | Errno::PERM) => (
+                FsErrorKind::PermissionDenied,
+                "permission denied, even to root (is it immutable, or part of a virtual file system?)",
+            ),
             Some(Errno::ROFS) => (FsErrorKind::FailedPrecondition, "the file system is read-only"),
             Some(Errno::NOTDIR) => (FsErrorKind::InvalidArgument, "a component of the path is not a directory"),
             Some(Errno::ISDIR) => (FsErrorKind::InvalidArgument, "it is a directory"),
@@ -77,9 +78,6 @@ impl FsError {
             }
             Some(Errno::INVAL | Errno::ILSEQ) => (FsErrorKind::InvalidArgument, "the file system refuses the name"),
             Some(Errno::LOOP) => (FsErrorKind::FailedPrecondition, "cyclic symbolic link or chain too long"),
-            Some(Errno::XDEV) => {
-                (FsErrorKind::FailedPrecondition, "source and destination are on different file systems; copy instead")
-            }
             Some(Errno::NOTEMPTY) => (FsErrorKind::FailedPrecondition, "the directory is not empty"),
             Some(Errno::BUSY) => (FsErrorKind::FailedPrecondition, "it is in use (a mount point?)"),
             Some(Errno::TXTBSY) => (FsErrorKind::FailedPrecondition, "it is a program being executed"),

@@ -7,12 +7,11 @@ use std::path::Path;
 
 use super::entry::{describe, EntryInfo};
 use super::error::{FsError, FsErrorKind};
-use super::links;
 use crate::users::UserDb;
 
 /// Calls `emit` for every entry below `path`, `depth` levels deep (0 means 1): each directory before what is in it, names in
 /// byte order. `path` may be a symlink and stays the prefix of every entry's path; symlinks below it are not followed. Entries
-/// that vanish meanwhile and the insides of subdirectories that the user may not read are left out. Blocks.
+/// that vanish meanwhile and the insides of subdirectories that are closed even to root (other users' FUSE mounts) are left out. Blocks.
 ///
 /// # Errors
 /// `not_found`; `invalid_argument` for what is no directory and for a tree deeper than a path can name; `failed_precondition`
@@ -42,7 +41,7 @@ pub fn list(
         if metadata.is_dir() && open.len() < depth.max(1) as usize {
             match names(&entry) {
                 Ok(names) => open.push((entry, names.into_iter())),
-                // Vanished, replaced by something else, or not for this user's eyes.
+                // Vanished, replaced by something else, or closed.
                 Err(error) if matches!(error.kind, FsErrorKind::NotFound | FsErrorKind::PermissionDenied) => {}
                 Err(error) => return Err(error),
             }
@@ -56,7 +55,6 @@ pub fn list(
 /// # Errors
 /// See [`list`].
 pub fn require_directory(path: &Path) -> Result<(), FsError> {
-    links::check(path, true)?;
     match fs::metadata(path) {
         Ok(metadata) if metadata.is_dir() => Ok(()),
         Ok(_) => Err(FsError::invalid(format!("path '{}' is not a directory", path.display()))),

@@ -1,14 +1,16 @@
-//! `filesystem.Filesystem` RPCs: every operation runs on a blocking thread with the permissions of the effective user.
+//! `filesystem.Filesystem` RPCs.
+//!
+//! As in E2B, envd does this work as root, whoever the effective user is: that user decides what `~` and relative paths mean
+//! and owns what the work brings into being. It is no boundary, because every caller may name root.
 
-pub mod credentials;
 pub mod entry;
 pub mod error;
-pub mod links;
 pub mod list;
 pub mod metadata;
 pub mod place;
 pub mod remove;
 pub mod time;
+mod transfer;
 pub mod watch;
 mod wire;
 
@@ -17,7 +19,6 @@ use std::sync::Arc;
 
 use serde_json::value::RawValue;
 
-use self::credentials::run_as;
 use self::entry::EntryInfo;
 use self::error::{FsError, FsErrorKind};
 use self::watch::wire::{CreateWatcherResponse, WatchDirResponse, WatchRequest, WatcherEventsResponse, WatcherRequest};
@@ -62,7 +63,7 @@ pub async fn dispatch(method: &str, request: Request, state: Arc<State>) -> Resp
     }
 }
 
-/// Whose permissions a call has, and where its relative paths start.
+/// Who will own what a call makes, and where its relative paths start.
 struct Actor {
     user: User,
     workdir: Option<String>,
@@ -79,16 +80,14 @@ impl Actor {
 }
 
 async fn stat(state: Arc<State>, call: Call, input: PathRequest) -> Result<EntryResponse, RpcError> {
-    let actor = Actor::of(&call, &state)?;
-    let path = actor.path(&input.path)?;
-    let entry = run_as(&actor.user, move || entry::stat(&path, &UserDb::load())).await?;
+    let path = Actor::of(&call, &state)?.path(&input.path)?;
+    let entry = blocking(move || entry::stat(&path, &UserDb::load())).await?;
     Ok(EntryResponse { entry })
 }
 
 async fn list_dir(state: Arc<State>, call: Call, input: ListDirRequest) -> Result<ListDirResponse, RpcError> {
-    let actor = Actor::of(&call, &state)?;
-    let path = actor.path(&input.path)?;
-    let entries = run_as(&actor.user, move || {
+    let path = Actor::of(&call, &state)?.path(&input.path)?;
+    let entries = blocking(move || {
         let mut text = String::from("[");
         list::list(&path, input.depth, &UserDb::load(), |entry| append(&mut text, entry))?;
         text.push(']');
@@ -100,8 +99,8 @@ async fn list_dir(state: Arc<State>, call: Call, input: ListDirRequest) -> Resul
 async fn make_dir(state: Arc<State>, call: Call, input: PathRequest) -> Result<EntryResponse, RpcError> {
     let actor = Actor::of(&call, &state)?;
     let path = actor.path(&input.path)?;
-    let entry = run_as(&actor.user, move || {
-        place::make_dir(&path)?;
+    let entry = blocking(move || {
+        place::make_dir(&path, &actor.user)?;
         entry::stat(&path, &UserDb::load())
     });
     Ok(EntryResponse { entry: entry.await? })
@@ -110,24 +109,22 @@ async fn make_dir(state: Arc<State>, call: Call, input: PathRequest) -> Result<E
 async fn rename(state: Arc<State>, call: Call, input: MoveRequest) -> Result<EntryResponse, RpcError> {
     let actor = Actor::of(&call, &state)?;
     let (source, destination) = (actor.path(&input.source)?, actor.path(&input.destination)?);
-    let entry = run_as(&actor.user, move || {
-        place::rename(&source, &destination)?;
+    let entry = blocking(move || {
+        place::rename(&source, &destination, &actor.user)?;
         entry::stat(&destination, &UserDb::load())
     });
     Ok(EntryResponse { entry: entry.await? })
 }
 
 async fn remove(state: Arc<State>, call: Call, input: PathRequest) -> Result<Empty, RpcError> {
-    let actor = Actor::of(&call, &state)?;
-    let path = actor.path(&input.path)?;
-    run_as(&actor.user, move || remove::remove(&path)).await?;
+    let path = Actor::of(&call, &state)?.path(&input.path)?;
+    blocking(move || remove::remove(&path)).await?;
     Ok(Empty {})
 }
 
 async fn watch_dir(state: Arc<State>, call: Call, input: WatchRequest, sink: Arc<EventSink>) -> Result<(), RpcError> {
-    let actor = Actor::of(&call, &state)?;
-    let path = actor.path(&input.path)?;
-    let mut watch = Watch::start(actor.user, path, &input).await?;
+    let path = Actor::of(&call, &state)?.path(&input.path)?;
+    let mut watch = Watch::start(path, &input).await?;
     let mut connected = sink.send(&WatchDirResponse::Start {}).await;
     while connected {
         for event in watch.next().await? {
@@ -138,10 +135,22 @@ async fn watch_dir(state: Arc<State>, call: Call, input: WatchRequest, sink: Arc
 }
 
 async fn create_watcher(state: Arc<State>, call: Call, input: WatchRequest) -> Result<CreateWatcherResponse, RpcError> {
-    let actor = Actor::of(&call, &state)?;
-    let path = actor.path(&input.path)?;
-    let watch = Watch::start(actor.user, path, &input).await?;
+    let path = Actor::of(&call, &state)?.path(&input.path)?;
+    let watch = Watch::start(path, &input).await?;
     Ok(CreateWatcherResponse { watcher_id: state.watchers.add(watch)? })
+}
+
+/// Runs file work on a thread of the blocking pool.
+///
+/// # Errors
+/// What `work` returns; `internal` when the pool is shutting down.
+pub async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, FsError> + Send + 'static,
+) -> Result<T, FsError> {
+    match tokio::task::spawn_blocking(work).await {
+        Ok(result) => result,
+        Err(error) => Err(FsError::new(FsErrorKind::Internal, format!("file-system worker failed: {error}"))),
+    }
 }
 
 fn append(text: &mut String, entry: &EntryInfo) -> Result<(), FsError> {
@@ -166,11 +175,12 @@ impl From<FsError> for RpcError {
             FsErrorKind::NotFound => Code::NotFound,
             FsErrorKind::AlreadyExists => Code::AlreadyExists,
             FsErrorKind::InvalidArgument => Code::InvalidArgument,
-            // Connect has no code for a full disk; `resource_exhausted` would make the SDKs call it a rate limit.
-            FsErrorKind::FailedPrecondition | FsErrorKind::NoSpace => Code::FailedPrecondition,
+            FsErrorKind::FailedPrecondition => Code::FailedPrecondition,
             FsErrorKind::PermissionDenied => Code::PermissionDenied,
             FsErrorKind::ResourceExhausted => Code::ResourceExhausted,
-            FsErrorKind::Internal => Code::Internal,
+            // A full disk is `internal`, as upstream has it: `resource_exhausted` becomes the SDKs' rate-limit error, which
+            // invites clients to try again. (In /files it is 507, for which they have an error of its own.)
+            FsErrorKind::NoSpace | FsErrorKind::Internal => Code::Internal,
         };
         Self { code, message: error.message }
     }

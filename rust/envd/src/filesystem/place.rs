@@ -2,43 +2,46 @@
 
 use std::fs::{self, DirBuilder};
 use std::io;
+use std::os::fd::AsFd;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::Path;
 
+use rustix::fs::{fchown, open, Gid, Mode, OFlags, Uid};
+use rustix::io::Errno;
+
 use super::error::{FsError, FsErrorKind};
-use super::links;
+use super::transfer;
+use crate::users::User;
 
 /// Mode of every directory made for a client, less the umask.
 const DIRECTORY_MODE: u32 = 0o755;
 
-/// Makes the directory `path` with its missing parents. They belong to the user whose permissions the thread has. Blocks.
+/// Makes the directory `path` with its missing parents, all owned by `owner`. Blocks.
 ///
 /// # Errors
 /// `already_exists` when it is a directory already; `invalid_argument` when something else is in the way.
-pub fn make_dir(path: &Path) -> Result<(), FsError> {
+pub fn make_dir(path: &Path, owner: &User) -> Result<(), FsError> {
     let taken = |path: &Path| match fs::metadata(path) {
         Ok(metadata) if metadata.is_dir() => {
             FsError::new(FsErrorKind::AlreadyExists, format!("directory '{}' already exists", path.display()))
         }
         _ => FsError::invalid(format!("path '{}' exists and is not a directory", path.display())),
     };
-    links::check(path, false)?;
     if fs::symlink_metadata(path).is_ok() {
         return Err(taken(path));
     }
-    make_parents(path)?;
-    match make_one(path) {
-        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Err(taken(path)),
-        Err(error) => Err(FsError::io("create directory", path, &error)),
-        Ok(()) => Ok(()),
+    make_parents(path, owner)?;
+    match make_one(path, owner) {
+        Err(error) if error.kind == FsErrorKind::AlreadyExists => Err(taken(path)),
+        made => made,
     }
 }
 
-/// Makes the directories above `path` that are missing. Blocks.
+/// Makes the directories above `path` that are missing, owned by `owner`. Blocks.
 ///
 /// # Errors
 /// `invalid_argument` when a component above is no directory; what the kernel answered otherwise.
-pub fn make_parents(path: &Path) -> Result<(), FsError> {
+pub fn make_parents(path: &Path, owner: &User) -> Result<(), FsError> {
     let mut missing = Vec::new();
     for ancestor in path.ancestors().skip(1) {
         match fs::metadata(ancestor) {
@@ -51,27 +54,25 @@ pub fn make_parents(path: &Path) -> Result<(), FsError> {
         }
     }
     for directory in missing.into_iter().rev() {
-        match make_one(directory) {
+        match make_one(directory, owner) {
             // Someone else was faster, which is fine unless it is a broken link or a file.
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists && directory.is_dir() => {}
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+            Err(error) if error.kind == FsErrorKind::AlreadyExists && directory.is_dir() => {}
+            Err(error) if error.kind == FsErrorKind::AlreadyExists => {
                 return Err(FsError::invalid(format!("'{}' exists and is not a directory", directory.display())));
             }
-            Err(error) => return Err(FsError::io("create directory", directory, &error)),
-            Ok(()) => {}
+            made => made?,
         }
     }
     Ok(())
 }
 
-/// Renames `source` to `destination`, making missing parents and replacing what may be replaced (rename(2)). Blocks.
+/// Renames `source` to `destination`, making missing parents (owned by `owner`) and replacing what may be replaced (rename(2)).
+/// To another file system it is copied, see [`transfer`]. Blocks.
 ///
 /// # Errors
-/// `not_found` for the source; `failed_precondition` for a destination on another file system or a directory that is not empty;
-/// `invalid_argument` for a directory moved into itself, or a file onto a directory or the reverse.
-pub fn rename(source: &Path, destination: &Path) -> Result<(), FsError> {
-    links::check(source, false)?;
-    links::check(destination, false)?;
+/// `not_found` for the source; `failed_precondition` for a destination that is a directory with something in it;
+/// `invalid_argument` for a directory moved into itself, or a file onto a directory or the reverse; `no space`.
+pub fn rename(source: &Path, destination: &Path, owner: &User) -> Result<(), FsError> {
     fs::symlink_metadata(source).map_err(|error| FsError::io("move", source, &error))?;
     if destination.starts_with(source) && destination != source {
         return Err(FsError::invalid(format!(
@@ -80,18 +81,56 @@ pub fn rename(source: &Path, destination: &Path) -> Result<(), FsError> {
             destination.display()
         )));
     }
-    make_parents(destination)?;
-    fs::rename(source, destination).map_err(|error| FsError::io("move to", destination, &error))
+    make_parents(destination, owner)?;
+    match fs::rename(source, destination) {
+        Err(error) if error.kind() == io::ErrorKind::CrossesDevices => transfer::transfer(source, destination),
+        renamed => renamed.map_err(|error| FsError::io("move to", destination, &error)),
+    }
 }
 
-fn make_one(path: &Path) -> io::Result<()> {
-    DirBuilder::new().mode(DIRECTORY_MODE).create(path)
+/// Gives an open file or directory to `owner`. A file system that knows no owners (or not this one) keeps its own.
+///
+/// # Errors
+/// What else the kernel answers.
+pub fn give(file: impl AsFd, path: &Path, owner: &User) -> Result<(), FsError> {
+    match fchown(file, Some(Uid::from_raw(owner.uid)), Some(Gid::from_raw(owner.gid))) {
+        Ok(()) | Err(Errno::PERM | Errno::OPNOTSUPP) => Ok(()),
+        Err(errno) => Err(FsError::errno("change the owner of", path, errno)),
+    }
+}
+
+fn make_one(path: &Path, owner: &User) -> Result<(), FsError> {
+    DirBuilder::new()
+        .mode(DIRECTORY_MODE)
+        .create(path)
+        .map_err(|error| FsError::io("create directory", path, &error))?;
+    // By handle: what has come into its place meanwhile, if it is a link, is not given away.
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let made = open(path, flags, Mode::empty()).map_err(|errno| FsError::errno("open directory", path, errno))?;
+    give(made, path, owner)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::os::unix::fs::{symlink, PermissionsExt};
+    use std::os::unix::fs::{symlink, MetadataExt, PermissionsExt};
+
+    /// Somebody else, where the test may give files away.
+    fn owner() -> User {
+        let (uid, gid) = match nix::unistd::geteuid() {
+            root if root.is_root() => (12_345, 23_456),
+            own => (own.as_raw(), nix::unistd::getegid().as_raw()),
+        };
+        User { name: "u".into(), uid, gid, groups: vec![gid], home: "/".into(), shell: "/bin/sh".into() }
+    }
+
+    fn make_dir(path: &Path) -> Result<(), FsError> {
+        super::make_dir(path, &owner())
+    }
+
+    fn rename(source: &Path, destination: &Path) -> Result<(), FsError> {
+        super::rename(source, destination, &owner())
+    }
 
     #[test]
     fn make_dir_makes_parents_once() {
@@ -99,6 +138,10 @@ mod tests {
         let path = dir.path().join("a/b/c");
         make_dir(&path).unwrap();
         assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o755);
+        for made in [path.as_path(), path.parent().unwrap()] {
+            let metadata = fs::metadata(made).unwrap();
+            assert_eq!((metadata.uid(), metadata.gid()), (owner().uid, owner().gid));
+        }
         assert_eq!(make_dir(&path).unwrap_err().kind, FsErrorKind::AlreadyExists);
         assert_eq!(make_dir(&dir.path().join("a")).unwrap_err().kind, FsErrorKind::AlreadyExists);
     }

@@ -9,11 +9,10 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{fstat, openat, openat2, statat, unlinkat, AtFlags, Dir, FileType, Mode, OFlags, CWD};
+use rustix::fs::{fstat, openat, statat, unlinkat, AtFlags, Dir, FileType, Mode, OFlags, CWD};
 use rustix::io::Errno;
 
 use super::error::{FsError, FsErrorKind};
-use super::links;
 
 /// How often a directory that fills up again while it is being removed is emptied before giving up.
 const MAX_ATTEMPTS: u32 = 3;
@@ -29,9 +28,8 @@ pub fn remove(path: &Path) -> Result<(), FsError> {
     };
     let failed = |errno| FsError::errno("remove", path, errno);
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let parent = match openat2(CWD, parent, flags, Mode::empty(), links::allowed()) {
+    let parent = match openat(CWD, parent, flags, Mode::empty()) {
         Ok(parent) => parent,
-        Err(Errno::LOOP) => return Err(links::forbidden(path)),
         Err(Errno::NOENT | Errno::NOTDIR) => return Ok(()),
         Err(errno) => return Err(failed(errno)),
     };

@@ -23,10 +23,9 @@ use tokio::io::Interest;
 
 use self::tree::{Raw, Tree};
 use self::wire::{FilesystemEvent, WatchRequest};
-use super::credentials::run_as;
+use super::blocking;
 use super::error::{FsError, FsErrorKind};
 use super::list::require_directory;
-use crate::users::User;
 
 /// Most kernel events read at a time.
 const MAX_BATCH: usize = 1024;
@@ -37,17 +36,16 @@ const NETWORK_FILESYSTEMS: [(u32, &str); 5] =
 
 /// A running watch.
 pub struct Watch {
-    user: User,
     inotify: Arc<AsyncFd<OwnedFd>>,
     tree: Option<Tree>,
 }
 
 impl Watch {
-    /// Watches the directory `path` with the permissions of `user`. When this returns, nothing is missed any more.
+    /// Watches the directory `path`. When this returns, nothing is missed any more.
     ///
     /// # Errors
     /// `not_found`; `invalid_argument` for what is no directory or is on a network mount; `resource_exhausted`.
-    pub async fn start(user: User, path: PathBuf, request: &WatchRequest) -> Result<Self, FsError> {
+    pub async fn start(path: PathBuf, request: &WatchRequest) -> Result<Self, FsError> {
         let failed = |error: io::Error| FsError::io("watch", &path, &error);
         let descriptor = inotify::init(CreateFlags::NONBLOCK | CreateFlags::CLOEXEC);
         let descriptor = descriptor.map_err(|errno| failed(errno.into()))?;
@@ -57,7 +55,7 @@ impl Watch {
         let inotify = Arc::new(registered.map_err(|error| failed(error.into()))?);
         let (recursive, include_entry) = (request.recursive, request.include_entry);
         let (shared, anywhere) = (inotify.clone(), request.allow_network_mounts);
-        let tree = run_as(&user, move || {
+        let tree = blocking(move || {
             require_directory(&path)?;
             if !anywhere {
                 refuse_network_mount(&path)?;
@@ -65,7 +63,7 @@ impl Watch {
             Tree::new(shared, path, recursive, include_entry)
         });
         let tree = Some(tree.await?);
-        Ok(Self { user, inotify, tree })
+        Ok(Self { inotify, tree })
     }
 
     /// Waits for the next events; never empty.
@@ -78,7 +76,7 @@ impl Watch {
             let Some(mut tree) = self.tree.take() else {
                 return Err(FsError::new(FsErrorKind::Internal, "the watch is over"));
             };
-            let (tree, events) = run_as(&self.user, move || {
+            let (tree, events) = blocking(move || {
                 let events = tree.translate(batch)?;
                 Ok((tree, events))
             })
@@ -150,15 +148,10 @@ mod tests {
     use super::*;
     use std::fs;
 
-    fn me() -> User {
-        let (uid, gid) = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
-        User { name: "me".into(), uid, gid, groups: vec![gid], home: "/".into(), shell: "/bin/sh".into() }
-    }
-
     async fn watch(path: &Path, recursive: bool) -> Result<Watch, FsError> {
         let request =
             WatchRequest { path: String::new(), recursive, include_entry: false, allow_network_mounts: false };
-        Watch::start(me(), path.to_owned(), &request).await
+        Watch::start(path.to_owned(), &request).await
     }
 
     /// Events up to the first about `last`.

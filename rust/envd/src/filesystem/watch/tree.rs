@@ -65,7 +65,7 @@ pub struct Tree {
 }
 
 impl Tree {
-    /// Starts watching `root`, and with `recursive` every directory below that the user may read. Blocks.
+    /// Starts watching `root`, and with `recursive` every directory below. Blocks.
     ///
     /// # Errors
     /// `resource_exhausted` when the kernel's limit of watches is reached; else as for a listing.
@@ -168,7 +168,7 @@ impl Tree {
     ) -> Result<(), FsError> {
         let mut pending = vec![(wd, top)];
         while let Some((wd, parent)) = pending.pop() {
-            // Vanished, or not for this user's eyes.
+            // Vanished, or closed even to root.
             let Ok(entries) = fs::read_dir(super::absolute(&self.root, &parent)) else { continue };
             for entry in entries.flatten() {
                 let relative = parent.join(entry.file_name());
@@ -188,7 +188,7 @@ impl Tree {
         Ok(())
     }
 
-    /// Watches one directory below the root; `None` when it is gone or closed to the user.
+    /// Watches one directory below the root; `None` when it is gone or closed even to root.
     fn add(&mut self, relative: &Path) -> Result<Option<i32>, FsError> {
         let path = self.root.join(relative);
         match add_watch(self.inotify.get_ref(), &path, INTEREST | WatchFlags::DONT_FOLLOW) {
