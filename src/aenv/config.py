@@ -84,6 +84,18 @@ class GuestSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ImageSettings:
+    """Where sandboxes' disks come from."""
+
+    store: Literal["blockd", "plain"] = "plain"
+    """`blockd`: layers served by the data plane. `plain`: qcow2 files, for hosts without FUSE."""
+    blockd: str | None = None
+    """Path of aenv-blockd; the checkout's own build, else the one on PATH, when unset."""
+    cache_mb: int = 16 * 1024
+    """Most that blocks of remote layers may take on disk."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateSettings:
     """Resources of the `base` template."""
 
@@ -117,6 +129,7 @@ class Settings:
     vmm: VmmSettings = VmmSettings()
     network: NetworkSettings = NetworkSettings()
     guest: GuestSettings = GuestSettings()
+    images: ImageSettings = ImageSettings()
     templates: TemplateSettings = TemplateSettings()
     log: LogSettings = LogSettings()
 
@@ -139,6 +152,11 @@ class Settings:
     def templates_dir(self) -> Path:
         """One folder per template."""
         return self.home / "templates"
+
+    @property
+    def layers_dir(self) -> Path:
+        """Image layers by content."""
+        return self.home / "layers"
 
     @property
     def pid_file(self) -> Path:

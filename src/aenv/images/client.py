@@ -110,8 +110,8 @@ class Captured:
 class BlockdClient:
     """Calls of one daemon. Close with `aclose`, which leaves the daemon running.
 
-    Every call raises NotFound, InsufficientStorage, ControlError, DeadlineExceeded, or a plain ImageError when the daemon
-    cannot be reached or its answer is not one. `on_event` sees what the daemon says unasked.
+    Every call raises NotFound, InsufficientStorage, ControlError, DeadlineExceeded, or a plain ImageError when the
+    daemon cannot be reached or its answer is not one. `on_event` sees what the daemon says unasked.
     """
 
     def __init__(self, socket_path: Path, *, on_event: Callable[[Event], None] | None = None) -> None:

@@ -8,6 +8,7 @@ import asyncio
 import errno
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from aenv.errors import ImageError, InsufficientStorage, NotFound
@@ -42,6 +43,9 @@ class PlainImages:
     def __init__(self, templates_dir: Path) -> None:
         self._templates = templates_dir
 
+    async def start(self, in_use: Iterable[Path]) -> None:
+        pass  # folders without a sandbox are removed with all they hold
+
     async def attach(self, image: str, directory: Path, uid: int) -> Disk:
         return await asyncio.to_thread(self._attach, image, directory, uid)
 
@@ -73,5 +77,13 @@ class PlainImages:
         path.stat()
         return Disk(path=path, format="qcow2", size=backing.stat().st_size, backing=backing)
 
+    async def lost(self, directory: Path) -> str:
+        if not await asyncio.to_thread((directory / DISK).exists):
+            raise ImageError(f"no disk is attached in {directory}")
+        return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
+
     async def detach(self, directory: Path) -> None:
         await asyncio.to_thread((directory / DISK).unlink, missing_ok=True)
+
+    async def aclose(self) -> None:
+        pass
