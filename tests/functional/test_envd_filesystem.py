@@ -228,6 +228,12 @@ def test_move_to_another_file_system(envd: Envd, tmp_path: Path) -> None:
         assert entry(move(volume / "d", tmp_path / "new/s"))["path"] == f"{tmp_path}/new/s"
         assert (tmp_path / "new").owner() == NOBODY
         assert list(volume.iterdir()) == []
+        # A tree with a mount in it cannot go as a whole.
+        (tmp_path / "outer").mkdir()
+        (tmp_path / "outer/f").touch()
+        with small_volume(tmp_path / "outer/inner"):
+            assert refused(move(tmp_path / "outer", volume / "o"), 400, "failed_precondition", "mounted")
+        assert ((tmp_path / "outer/f").exists(), list(volume.iterdir())) == (True, [])
         # What does not fit stays where it is, and leaves nothing behind.
         (volume / "old").write_bytes(b"old")
         (tmp_path / "new/s/big").write_bytes(os.urandom(2 << 20))
