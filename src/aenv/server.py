@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 
 import structlog
 import uvicorn
@@ -60,17 +61,25 @@ async def _serve(settings: Settings) -> None:
             kill_deadline=settings.orchestrator.kill_deadline,
         )
         network = SlotPool(settings)
-        async with node(settings, api_key=api_key, bundle=bundle, vmm=vmm, network=network) as app:
+        async with node(settings, api_key=api_key, bundle=bundle, vmm=vmm, network=network) as running:
             log.info("server.ready", url=f"http://{settings.api.host}:{settings.api.port}", home=str(settings.home))
-            await WebServer(app, settings).serve(sockets=[listener])
+            await WebServer(running, settings).serve(sockets=[listener])
             log.info("server.stopping")
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node that runs: its ASGI application, and who must be told first when it is to stop."""
+
+    app: ProxyApp
+    orchestrator: Orchestrator
 
 
 @asynccontextmanager
 async def node(
     settings: Settings, *, api_key: str, bundle: GuestBundle, vmm: Vmm, network: Network
-) -> AsyncIterator[ProxyApp]:
-    """A node's ASGI application over the given VMM and network, reconciled with what runs; closes all it was given."""
+) -> AsyncIterator[Node]:
+    """A node over the given VMM and network, reconciled with what runs; closes all it was given."""
     templates = TemplateStore(settings.templates_dir)
     tokens = await asyncio.to_thread(Tokens.load, settings.secrets_dir / "token-seed")
     guest = GuestClient()
@@ -97,19 +106,19 @@ async def node(
     proxy = ProxyApp(orchestrator, control_plane, api_key=api_key)
     try:
         async with orchestrator:
-            yield proxy
+            yield Node(proxy, orchestrator)
     finally:
         await proxy.aclose()
         await guest.aclose()
 
 
 class WebServer(uvicorn.Server):
-    """uvicorn as this application needs it; a stop cuts the streams into sandboxes before it waits for requests."""
+    """uvicorn as this application needs it; a stop ends creations and streams before it waits for requests."""
 
-    def __init__(self, app: ProxyApp, settings: Settings) -> None:
+    def __init__(self, node: Node, settings: Settings) -> None:
         super().__init__(
             uvicorn.Config(
-                app,
+                node.app,
                 host=settings.api.host,
                 port=settings.api.port,
                 lifespan="off",
@@ -119,7 +128,7 @@ class WebServer(uvicorn.Server):
                 **uvicorn_options(),
             )
         )
-        self._app = app
+        self._node = node
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -133,7 +142,8 @@ class WebServer(uvicorn.Server):
                 signal.signal(number, handler)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await self._app.aclose()
+        self._node.orchestrator.stop_creating()
+        await self._node.app.aclose()
         await super().shutdown(sockets)
 
 

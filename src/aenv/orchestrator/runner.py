@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 
 import structlog
 
-from aenv.errors import AenvError, InfrastructureError
+from aenv.errors import AenvError, Conflict, InfrastructureError, Unavailable
 from aenv.lifecycle.events import (
     CreateRequested,
     Event,
@@ -25,7 +25,7 @@ from aenv.lifecycle.events import (
 )
 from aenv.lifecycle.instructions import Instruction
 from aenv.lifecycle.machine import step
-from aenv.lifecycle.states import CREATING, Stable
+from aenv.lifecycle.states import CREATING, EndReason, Stable
 from aenv.orchestrator.launcher import Held, Launcher
 from aenv.orchestrator.record import Record
 from aenv.orchestrator.store import Store
@@ -84,11 +84,16 @@ class Runner:
         await self._settled.wait()
         if self._error is not None:
             raise self._error
-        if not self.record.life.visible:
-            raise InfrastructureError(
-                f"sandbox {self.record.id} ended while it was created: {self.record.life.reason}"
-                f" {self.record.life.detail}".rstrip()
-            )
+        life = self.record.life
+        if not life.visible:
+            message = f"sandbox {self.record.id} ended while it was created: {life.reason} {life.detail}".rstrip()
+            match life.reason:
+                case EndReason.KILLED:
+                    raise Conflict(message)
+                case EndReason.SERVER_RESTART:
+                    raise Unavailable(f"{message}; try again in a moment")
+                case _:
+                    raise InfrastructureError(message)
         await self._flushed()
 
     async def gone(self) -> None:

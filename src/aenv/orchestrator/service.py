@@ -92,14 +92,18 @@ class Orchestrator:
         self._pruning = self._tasks.create_task(self._prune(), name="prune")
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        """Finish or undo what is in flight; running sandboxes keep running."""
+    def stop_creating(self) -> None:
+        """Refuse creations from now on and undo those under way: their callers are told to try again."""
         self._closing = True
-        if self._pruning is not None:
-            self._pruning.cancel()
         for runner in list(self._runners.values()):
             if runner.record.life.position.operation is Operation.CREATING:
                 runner.post(Orphaned("the server stopped before the sandbox was ready"))
+
+    async def __aexit__(self, *_: object) -> None:
+        """Finish or undo what is in flight; running sandboxes keep running."""
+        self.stop_creating()
+        if self._pruning is not None:
+            self._pruning.cancel()
         ending = [r.gone() for r in self._runners.values() if r.record.life.position.operation is Operation.KILLING]
         with suppress(TimeoutError):
             async with asyncio.timeout(self._settings.orchestrator.kill_deadline):
