@@ -41,10 +41,17 @@ class BlockImages:
     async def attach(self, image: str, directory: Path, uid: int) -> Disk:
         stack = await asyncio.to_thread(read_stack, self._templates / image)
         run = await self._daemon.running()
+        layers = self._layers.files(stack)
+        attaching = asyncio.ensure_future(
+            run.client.attach(directory.name, layers, upper=directory / UPPER, size=stack.size, owner=uid)
+        )
         try:
-            attached = await run.client.attach(
-                directory.name, self._layers.files(stack), upper=directory / UPPER, size=stack.size, owner=uid
-            )
+            attached = await asyncio.shield(attaching)
+        except asyncio.CancelledError:
+            # The daemon does what it was told. Known to be done, it can be undone.
+            with suppress(AenvError):
+                await asyncio.shield(attaching)
+            raise
         except NotFound as error:
             raise ImageError(f"a layer of image '{image}' is missing; run `aenv setup`: {error.message}") from error
         except AenvError:

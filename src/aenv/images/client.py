@@ -162,9 +162,15 @@ class BlockdClient:
         """Serve it no longer. ControlError with code busy while somebody has it open."""
         await self.call("detach", image=image, discard_upper=discard_upper, deadline=deadline)
 
-    async def seal(self, image: str, layer: Path, *, digest: bool = False, deadline: float = QUICK) -> Made:
-        """Turn the upper of a live image into the layer file `layer`; the image goes on with a new, empty one."""
-        return _build(Made, await self.call("seal", image=image, layer=str(layer), digest=digest, deadline=deadline))
+    async def seal(
+        self, image: str, layer: Path, *, durable: bool = False, digest: bool = False, deadline: float = QUICK
+    ) -> Made:
+        """Turn the upper of a live image into the layer file `layer`; the image goes on with a new, empty one.
+
+        With `durable` or `digest` the layer is on stable storage when this returns, otherwise soon after.
+        """
+        options = {"layer": str(layer), "durable": durable, "digest": digest}
+        return _build(Made, await self.call("seal", image=image, deadline=deadline, **options))
 
     async def compact(
         self,
@@ -173,15 +179,17 @@ class BlockdClient:
         layers: Sequence[Layer] | None = None,
         image: str | None = None,
         run: tuple[int, int] | None = None,
+        base: bool = False,
         zfile: Mapping[str, Any] | None = None,
         digest: bool = False,
         deadline: float = BULK,
     ) -> Made:
-        """Fold `layers` into one; or the layers `run` (from, to, the latter exclusive) of `image`, in whose stack the
-        result then takes their place."""
+        """Fold `layers` into one (`base`: nothing will lie beneath it); or the layers `run` (from, to, the latter
+        exclusive) of `image`, in whose stack the result then takes their place."""
         first, last = run or (None, None)
         stack = None if layers is None else [layer.wire() for layer in layers]
         options = {"layers": stack, "image": image, "from": first, "to": last, "zfile": zfile, "digest": digest}
+        options["base"] = base or None
         return _build(Made, await self.call("compact", output=str(output), deadline=deadline, **options))
 
     async def import_(
@@ -210,7 +218,7 @@ class BlockdClient:
     ) -> Made:
         """Write what a stack, or an attached image, shows as one file."""
         stack = None if layers is None else [layer.wire() for layer in layers]
-        options = {"layers": stack, "image": image, "format": format, "zfile": zfile, "digest": digest or None}
+        options = {"layers": stack, "image": image, "format": format, "zfile": zfile, "digest": digest}
         return _build(Made, await self.call("export", output=str(output), deadline=deadline, **options))
 
     async def capture(
@@ -229,6 +237,26 @@ class BlockdClient:
         wire = [layer.wire() for layer in base]
         options = {"pid": pid, "mappings": [dict(m) for m in mappings], "base": wire, "size": size, "digest": digest}
         return _build(Captured, await self.call("capture", output=str(output), deadline=deadline, **options))
+
+    async def working_set(self, image: str, output: Path, *, deadline: float = QUICK) -> None:
+        """Save the order in which an image attached with `record` was read."""
+        await self.call("working_set", image=image, output=str(output), deadline=deadline)
+
+    async def prefetch(self, image: str, working_set: Path, *, deadline: float = BULK) -> None:
+        """Read what a saved working set names, so that it is in the caches."""
+        await self.call("prefetch", image=image, working_set=str(working_set), deadline=deadline)
+
+    async def subscribe(self, *, deadline: float = QUICK) -> None:
+        """Have `on_event` called from now on. Ends with the connection: subscribe again after an ImageError."""
+        await self.call("subscribe", deadline=deadline)
+
+    async def credentials(self, url: str, headers: Mapping[str, str], *, deadline: float = QUICK) -> None:
+        """New headers for every layer whose address starts with `url`: the answer to the event `credentials`."""
+        await self.call("credentials", url=url, headers=dict(headers), deadline=deadline)
+
+    async def cache_stat(self, *, deadline: float = QUICK) -> dict[str, Any]:
+        """What the cache of remote blocks holds and did."""
+        return await self.call("cache_stat", deadline=deadline)
 
     async def stat(self, image: str, *, deadline: float = QUICK) -> dict[str, Any]:
         """What is known of an attached image."""
