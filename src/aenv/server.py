@@ -20,7 +20,7 @@ from aenv.config import Settings
 from aenv.errors import ConfigError
 from aenv.guest.envd import GuestClient
 from aenv.guest.provision import GuestBundle, load_bundle
-from aenv.images.plain import PlainImages
+from aenv.images.store import make_store
 from aenv.network.pool import SlotPool
 from aenv.network.protocol import Network
 from aenv.observability import logs
@@ -83,11 +83,12 @@ async def node(
     templates = TemplateStore(settings.templates_dir)
     tokens = await asyncio.to_thread(Tokens.load, settings.secrets_dir / "token-seed")
     guest = GuestClient()
+    images = make_store(settings)
     launcher = Launcher(
         settings=settings,
         vmm=vmm,
         network=network,
-        images=PlainImages(settings.templates_dir),
+        images=images,
         guest=guest,
         bundle=bundle,
         tokens=tokens,
@@ -98,6 +99,7 @@ async def node(
         launcher=launcher,
         network=network,
         vmm=vmm,
+        images=images,
         templates=templates,
         tokens=tokens,
         on_gone=lambda sandbox_id: proxy.sandbox_gone(sandbox_id),

@@ -50,6 +50,12 @@ class VmmExited(Event):
     reason = EndReason.VMM_DIED
 
 
+class DiskLost(Event):
+    """The disk works no more; `detail` says why."""
+
+    reason = EndReason.DISK_LOST
+
+
 class Adopted(Event):
     """A new server took over its running VMM."""
 

@@ -10,6 +10,7 @@ from aenv.lifecycle.events import (
     Adopted,
     CreateRequested,
     DeleteRequested,
+    DiskLost,
     Event,
     Expired,
     Faulted,
@@ -47,6 +48,7 @@ TABLE: dict[tuple[Position, type[Event]], Row] = {
     (RUNNING, DeleteRequested): (KILLING, (Do.DISARM_TIMER, Do.TEAR_DOWN)),
     (RUNNING, Expired): (KILLING, (Do.DISARM_TIMER, Do.TEAR_DOWN)),
     (RUNNING, VmmExited): (KILLING, (Do.DISARM_TIMER, Do.TEAR_DOWN)),
+    (RUNNING, DiskLost): (KILLING, (Do.DISARM_TIMER, Do.TEAR_DOWN)),
     (RUNNING, Faulted): (KILLING, (Do.DISARM_TIMER, Do.TEAR_DOWN)),
     (RUNNING, HostRestarted): (KILLING, (Do.TEAR_DOWN,)),
     (RUNNING, Orphaned): (KILLING, (Do.TEAR_DOWN,)),
@@ -58,7 +60,16 @@ TABLE: dict[tuple[Position, type[Event]], Row] = {
 }
 
 # What may still arrive once the end has begun, because it was under way at that moment.
-LATE: tuple[type[Event], ...] = (Launched, LaunchFailed, DeleteRequested, Expired, TtlChanged, VmmExited, Faulted)
+LATE: tuple[type[Event], ...] = (
+    Launched,
+    LaunchFailed,
+    DeleteRequested,
+    Expired,
+    TtlChanged,
+    VmmExited,
+    DiskLost,
+    Faulted,
+)
 TABLE.update({(position, event): (position, ()) for position in (KILLING, ENDED) for event in LATE})
 
 

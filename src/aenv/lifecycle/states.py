@@ -30,6 +30,8 @@ class EndReason(StrEnum):
     """It never became ready; the creating call got the error."""
     VMM_DIED = "vmm_died"
     """Its VMM ended by itself, was killed from outside, or the guest powered off."""
+    DISK_LOST = "disk_lost"
+    """What served its disk died; the guest could not have gone on."""
     HOST_RESTART = "host_restart"
     """The host restarted under it."""
     SERVER_RESTART = "server_restart"

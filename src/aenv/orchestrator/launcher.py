@@ -7,12 +7,14 @@ from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from aenv.config import Settings
-from aenv.errors import DeadlineExceeded, InfrastructureError, InsufficientStorage, Unavailable, VmmError
+from aenv.errors import DeadlineExceeded, ImageError, InfrastructureError, InsufficientStorage, Unavailable, VmmError
 from aenv.guest.envd import GuestClient, GuestInit
 from aenv.guest.provision import GuestBundle
 from aenv.images.protocol import Disk, ImageStore
+from aenv.lifecycle.events import DiskLost, VmmExited
 from aenv.network.protocol import Network, Slot
 from aenv.orchestrator.record import Record
 from aenv.orchestrator.tokens import Tokens
@@ -83,19 +85,21 @@ class Launcher:
                 with held.timed("vmm"):
                     held.vm = await self._vmm.boot(self._vm_spec(record, held.slot, disk))
                 with held.timed("guest"):
-                    await self._wait_ready(held.vm, held.slot.address)
+                    await self._wait_ready(record, held, held.vm, held.slot.address)
                 with held.timed("init"):
-                    await _unless_ended(held.vm, self._guest.init(held.slot.address, self._guest_init(record)))
+                    greeting = self._guest.init(held.slot.address, self._guest_init(record))
+                    await self._unless_ended(record, held, greeting)
         except TimeoutError:
             raise Unavailable(
                 f"the sandbox was not ready within {limits.create_deadline:g} s: the node is busy; try again, "
                 "or raise orchestrator.create_deadline"
             ) from None
 
-    async def _wait_ready(self, vm: Vm, address: str) -> None:
+    async def _wait_ready(self, record: Record, held: Held, vm: Vm, address: str) -> None:
         """Return when the guest's daemon answers; say in the error how far the guest came."""
+        answer = self._guest.wait_ready(address, self._settings.orchestrator.boot_deadline)
         try:
-            await _unless_ended(vm, self._guest.wait_ready(address, self._settings.orchestrator.boot_deadline))
+            await self._unless_ended(record, held, answer)
         except DeadlineExceeded as error:
             console = b""
             with suppress(InfrastructureError):
@@ -103,6 +107,34 @@ class Launcher:
             lines = console.decode(errors="replace").split("\n")
             said = " | ".join([line.strip() for line in lines if line.strip()][-CONSOLE_LINES:])
             raise DeadlineExceeded(f"{error.message}; its console ends with: {said or 'nothing'}") from error
+
+    async def ended(self, record: Record, held: Held) -> VmmExited | DiskLost:
+        """Return when the guest cannot go on, with the event that says why."""
+        assert held.vm is not None
+        exiting = asyncio.ensure_future(held.vm.wait())
+        losing = asyncio.ensure_future(self._images.lost(self.directory(record.id)))
+        try:
+            await asyncio.wait((exiting, losing), return_when=asyncio.FIRST_COMPLETED)
+            if exiting.done():
+                return VmmExited(exiting.result().detail)
+            return DiskLost(losing.result())
+        except ImageError as error:
+            return DiskLost(error.message)
+        finally:
+            await _cancelled(exiting, losing)
+
+    async def _unless_ended(self, record: Record, held: Held, work: Awaitable[None]) -> None:
+        """Await `work`, but raise VmmError as soon as the guest cannot go on."""
+        working = asyncio.ensure_future(work)
+        ending = asyncio.ensure_future(self.ended(record, held))
+        try:
+            await asyncio.wait((working, ending), return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                what = "VMM" if isinstance(ending.result(), VmmExited) else "disk"
+                raise VmmError(f"the {what} ended before the guest was ready: {ending.result().detail}")
+            await working
+        finally:
+            await _cancelled(working, ending)
 
     async def adopt(self, record: Record, held: Held) -> None:
         """Take over the VMM a previous server started. Raises an InfrastructureError; the caller then tears down."""
@@ -165,16 +197,7 @@ class Launcher:
         )
 
 
-async def _unless_ended(vm: Vm, work: Awaitable[None]) -> None:
-    """Await `work`, but raise VmmError as soon as the VMM ends."""
-    working = asyncio.ensure_future(work)
-    ending = asyncio.ensure_future(vm.wait())
-    try:
-        await asyncio.wait((working, ending), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise VmmError(f"the VMM ended before the guest was ready: {ending.result().detail}")
-        await working
-    finally:
-        for task in (working, ending):
-            task.cancel()
-        await asyncio.gather(working, ending, return_exceptions=True)
+async def _cancelled(*tasks: "asyncio.Future[Any]") -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

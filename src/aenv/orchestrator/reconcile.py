@@ -11,6 +11,7 @@ from pathlib import Path
 import structlog
 
 from aenv.errors import AenvError
+from aenv.images.protocol import ImageStore
 from aenv.lifecycle.events import Adopted, HostRestarted, Orphaned
 from aenv.lifecycle.states import RUNNING
 from aenv.network.protocol import Network
@@ -32,6 +33,7 @@ async def reconcile(
     sandboxes_dir: Path,
     vmm: Vmm,
     network: Network,
+    images: ImageStore,
     make_runner: Callable[[Record], Runner],
 ) -> None:
     """Bring the node and `records` (all rows not ended) together. Raises only what makes the node unusable."""
@@ -41,6 +43,7 @@ async def reconcile(
     }
     await _sweep(vmm, candidates.values())
     await network.start({r.slot: r.spec.egress for r in candidates.values() if r.slot is not None})
+    await images.start([sandboxes_dir / sandbox_id for sandbox_id in candidates])
     await asyncio.to_thread(_remove_folders, sandboxes_dir, {record.id for record in records})
 
     runners = {record.id: make_runner(record) for record in records}

@@ -21,7 +21,6 @@ from aenv.lifecycle.events import (
     LaunchFailed,
     TornDown,
     TtlChanged,
-    VmmExited,
 )
 from aenv.lifecycle.instructions import Instruction
 from aenv.lifecycle.machine import step
@@ -183,9 +182,7 @@ class Runner:
             self.post(Launched())
 
     async def _watch_vmm(self) -> None:
-        assert self.held.vm is not None
-        ended = await self.held.vm.wait()
-        self.post(VmmExited(ended.detail))
+        self.post(await self._launcher.ended(self.record, self.held))
 
     async def _run_tear_down(self) -> None:
         if self._launch is not None:

@@ -17,6 +17,7 @@ import structlog
 
 from aenv.config import Settings
 from aenv.errors import AenvError, BadRequest, Conflict, DeadlineExceeded, NotFound, TooManyRequests, Unavailable
+from aenv.images.protocol import ImageStore
 from aenv.lifecycle.events import CreateRequested, DeleteRequested, Expired, Orphaned
 from aenv.lifecycle.states import Operation, Stable
 from aenv.network.protocol import Network
@@ -56,6 +57,7 @@ class Orchestrator:
         launcher: Launcher,
         network: Network,
         vmm: Vmm,
+        images: ImageStore,
         templates: Templates,
         tokens: Tokens,
         on_gone: Callable[[str], None] = lambda sandbox_id: None,
@@ -65,6 +67,7 @@ class Orchestrator:
         self._launcher = launcher
         self._network = network
         self._vmm = vmm
+        self._images = images
         self._templates = templates
         self._tokens = tokens
         self._on_gone = on_gone
@@ -84,6 +87,7 @@ class Orchestrator:
                 sandboxes_dir=self._settings.sandboxes_dir,
                 vmm=self._vmm,
                 network=self._network,
+                images=self._images,
                 make_runner=self._make_runner,
             )
         except BaseException:
@@ -113,6 +117,7 @@ class Orchestrator:
         await self._tasks.__aexit__(None, None, None)
         await self._network.aclose()
         await self._vmm.aclose()
+        await self._images.aclose()
         await self._store.aclose()
 
     async def create(self, spec: CreateSpec, *, idempotency_key: str | None = None) -> Sandbox:

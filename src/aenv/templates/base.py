@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from aenv.config import Settings
 from aenv.images import plain
 from aenv.images.rootfs.build import build_base_rootfs
+from aenv.images.store import prepare
 from aenv.templates.models import Template
 from aenv.templates.store import TemplateStore
 
@@ -48,12 +49,14 @@ async def ensure_base(
     )
     for known in store.list():
         if known.id == template.id:
+            await prepare(settings, store.path(known.id), store.path(known.id))
             progress(f"Template {NAME} is up to date")
             return known
     staging = await asyncio.to_thread(store.stage)
     try:
         await asyncio.to_thread(os.link, rootfs, staging / plain.ROOTFS)
-        await plain.prepare(staging, store.path(template.id))
+        progress(f"Making the image of template {NAME}")
+        await prepare(settings, staging, store.path(template.id))
         await asyncio.to_thread(store.publish, staging, template)
     finally:
         await asyncio.to_thread(shutil.rmtree, staging, ignore_errors=True)
