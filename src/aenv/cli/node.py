@@ -1,6 +1,7 @@
 """Commands that make this machine a node: setup, server. They need the extra `aenv[server]`."""
 
 import asyncio
+from dataclasses import replace
 
 import typer
 
@@ -15,9 +16,11 @@ app = typer.Typer()
 def setup() -> None:
     """Provision this machine: guest kernel, initramfs and the `base` template. Does only what is missing."""
     _need_server_extra()
+    from aenv.observability import logs
     from aenv.setup import setup as provision
 
     settings = load()
+    logs.configure(replace(settings.log, level="warning"))
     with err.status("Provisioning…") as status:
 
         def progress(step: str) -> None:
