@@ -7,16 +7,16 @@
 //! * [`image`] holds the attached images and what can be done with them: seal, compact, import, export.
 //! * [`fuse`] and [`ublk`] serve them.
 
+pub mod cache;
 pub mod control;
 pub mod daemon;
 pub mod error;
 pub mod fuse;
 pub mod image;
+pub mod origin;
 pub mod privileges;
 pub mod ublk;
 // Owners of these modules uncomment their line when the module exists.
-// pub mod cache;
 // pub mod capture;
-// pub mod origin;
 
 pub use error::{Code, Error};
