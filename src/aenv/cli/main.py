@@ -8,7 +8,7 @@ import typer
 from rich.markup import escape
 
 from aenv import __version__
-from aenv.cli import auth, bench, doctor, node, sandboxes
+from aenv.cli import auth, bench, doctor, image, node, sandboxes
 from aenv.cli.errors import INFRASTRUCTURE, CliError
 from aenv.cli.output import err
 from aenv.errors import AenvError
@@ -23,6 +23,7 @@ app = typer.Typer(
 for group in (sandboxes.app, node.app, doctor.app, bench.app):
     app.registered_commands += group.registered_commands
 app.add_typer(auth.app, name="auth")
+app.add_typer(image.app, name="image")
 
 
 def _version(wanted: bool) -> None:

@@ -20,6 +20,7 @@ MANIFEST = "layers.json"
 _VERSION = 1
 _DIGEST = re.compile(r"(?:sha256:)?([0-9a-f]{64})")
 _NEW = ".new-"
+_SUFFIX = ".lsmt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +39,7 @@ class LayerStore:
 
     def path(self, digest: str) -> Path:
         """Where the layer of that digest is or would be."""
-        return self.directory / f"{digest}.lsmt"
+        return self.directory / f"{digest}{_SUFFIX}"
 
     def files(self, stack: Stack) -> list[Layer]:
         """The stack as the daemon opens it."""
@@ -79,6 +80,12 @@ class LayerStore:
         """Delete what interrupted work left. Only while nobody makes a layer."""
         for left in self.directory.glob(_NEW + "*"):
             left.unlink(missing_ok=True)
+
+
+def digest_of_name(path: Path) -> str | None:
+    """The digest that a layer file's name claims, if it claims one."""
+    match = _DIGEST.fullmatch(path.stem)
+    return match[1] if match and path.suffix == _SUFFIX else None
 
 
 def read_stack(image: Path) -> Stack:
