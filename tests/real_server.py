@@ -138,10 +138,9 @@ class RealServer:
             self.start()
         for sandbox_id in self.ids():
             self.http.delete(f"/sandboxes/{sandbox_id}")
-        left = self.leftovers()
+        until(lambda: self.leftovers() == NOTHING, what="the release of everything that sandboxes held")
         self.stop()
         self.http.close()
-        assert left == NOTHING, left
         assert not self.slots()
         assert self.layout.table not in nft.tables()
 
