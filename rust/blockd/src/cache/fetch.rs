@@ -172,13 +172,14 @@ impl Filler {
     fn finish(&mut self, partial: Partial) {
         let Partial { block, flight, bytes, permit } = partial;
         let fetched = Arc::new(Fetched { bytes, _permit: permit });
-        flight.land(Ok(fetched.clone()));
-        self.filled += 1;
         count(&self.fetcher.shared.counters.fetched);
+        self.filled += 1;
+        flight.land(Ok(fetched.clone()));
         let Fetcher { shared, layer, files, .. } = self.fetcher.clone();
         shared.clone().runtime.spawn_blocking(move || {
-            if let Some(files) = files {
-                shared.store(&layer, &files, block, &fetched.bytes);
+            match files {
+                Some(files) => shared.store(&layer, &files, block, &fetched.bytes),
+                None => count(&shared.counters.bypassed),
             }
             layer.flights.done(block);
         });

@@ -127,11 +127,11 @@ impl Registry {
         self.used.fetch_sub(LAYER_CHARGE + layer.unloaded.load(Relaxed), Relaxed);
     }
 
-    /// Moves the hand to the next block that can go. Two full rounds at most: the first takes second chances away.
+    /// Moves the hand to the next block that can go. Three rounds at most: two take the marks off.
     pub(super) fn advance(&self) -> Met {
         let mut inner = lock(&self.inner);
         let layers = inner.order.len();
-        for _ in 0..=2 * layers {
+        for _ in 0..=3 * layers {
             if inner.layer >= inner.order.len() {
                 (inner.layer, inner.block) = (0, 0);
             }

@@ -108,6 +108,9 @@ impl Shared {
             Met::Block(layer, block) => {
                 self.erase(&layer, block);
                 count(&self.counters.evicted);
+                if layer.present() == 0 {
+                    self.registry.forget(&self.dir, &layer, false);
+                }
             }
             Met::Unknown(layer) => {
                 let files = layer.files(&self.dir, false).ok();

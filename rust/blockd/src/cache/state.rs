@@ -14,8 +14,11 @@ const ABSENT: u8 = 0;
 const BUSY: u8 = 1;
 /// Stored.
 const PRESENT: u8 = 2;
-/// Stored, and read since the hand of the clock passed last.
+/// With `PRESENT`: read since the hand of the clock passed last.
 const READ: u8 = 4;
+/// With `PRESENT`: stored since then. Without it the hand would follow a sequential reader and take what was just fetched
+/// ahead of it; apart from `READ`, so that what is read again outlives what was only passed by.
+const FRESH: u8 = 8;
 
 /// A layer in the cache, open or not.
 pub(super) struct LayerState {
@@ -117,8 +120,8 @@ impl LayerState {
     pub(super) fn touch(&self, block: u32) -> bool {
         let Some(state) = self.block(block) else { return false };
         let now = state.load(Ordering::Acquire);
-        if now == PRESENT {
-            let _ = state.compare_exchange(PRESENT, PRESENT | READ, Ordering::AcqRel, Ordering::Relaxed);
+        if now & (PRESENT | READ) == PRESENT {
+            let _ = state.compare_exchange(now, now | READ, Ordering::AcqRel, Ordering::Relaxed);
         }
         now & PRESENT != 0
     }
@@ -135,7 +138,7 @@ impl LayerState {
             if stored {
                 self.present.fetch_add(1, Ordering::Relaxed);
             }
-            state.store(if stored { PRESENT } else { ABSENT }, Ordering::Release);
+            state.store(if stored { PRESENT | FRESH } else { ABSENT }, Ordering::Release);
         }
     }
 
@@ -167,18 +170,23 @@ impl LayerState {
             .all(|state| state.load(Ordering::Acquire) == ABSENT)
     }
 
-    /// Moves the hand of the clock through this layer from block `from`: gives a block that was read a second chance and
-    /// takes the first that was not. Returns the block taken.
+    /// Moves the hand of the clock through this layer from block `from`: takes one mark off each block it passes, and takes
+    /// the first block without marks. Returns that block.
     pub(super) fn sweep(&self, from: u32) -> Option<u32> {
-        let blocks = self.blocks.get()?;
-        for (index, state) in blocks.iter().enumerate().skip(from as usize) {
+        for (index, state) in self.blocks.get()?.iter().enumerate().skip(from as usize) {
             let now = state.load(Ordering::Relaxed);
-            if now == PRESENT && state.compare_exchange(now, BUSY, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
+            if now & PRESENT == 0 {
+                continue;
+            }
+            let next = match now {
+                _ if now & FRESH != 0 => now & !FRESH,
+                _ if now & READ != 0 => now & !READ,
+                _ => BUSY,
+            };
+            let moved = state.compare_exchange(now, next, Ordering::AcqRel, Ordering::Relaxed).is_ok();
+            if moved && next == BUSY {
                 self.present.fetch_sub(1, Ordering::Relaxed);
                 return Some(index as u32);
-            }
-            if now & READ != 0 {
-                state.fetch_and(!READ, Ordering::AcqRel);
             }
         }
         None

@@ -1,0 +1,88 @@
+//! What a read through the cache costs: hits by size, cold reads, bulk prefetch. Prints one line per case.
+//!
+//! `cargo bench -p blockd --bench cache`
+
+use std::hint::black_box;
+use std::time::{Duration, Instant};
+
+use blockd::cache::{Cache, CacheOptions, LayerId, LayerSource, RemoteLayer, WorkingSet, BLOCK};
+use cache_common::{content, settle, Server};
+use overlaybd::{ByteSource, FileSource};
+
+#[path = "../tests/cache_common/mod.rs"]
+mod cache_common;
+
+const SIZE: usize = 64 << 20;
+
+fn open(dir: &std::path::Path, server: &Server) -> (Cache, LayerSource) {
+    let cache = Cache::open(CacheOptions::new(dir, 256 << 20)).expect("cache");
+    let layer = cache.open_layer(RemoteLayer::new(server.url("/layer"), SIZE as u64)).expect("layer");
+    (cache, layer)
+}
+
+/// Mean time of random reads of `len` bytes, `align`-aligned.
+fn random(source: &dyn ByteSource, len: usize, align: usize, rounds: usize) -> Duration {
+    let mut buf = vec![0; len];
+    let mut state = 12345_u64;
+    let started = Instant::now();
+    for _ in 0..rounds {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        let offset = (state >> 20) % (SIZE - len) as u64;
+        source.read_exact_at(black_box(&mut buf), offset - offset % align as u64).expect("read");
+    }
+    started.elapsed() / rounds as u32
+}
+
+fn main() {
+    if std::env::args().any(|argument| argument == "--test") {
+        return;
+    }
+    let server = Server::new(content(SIZE));
+    let dir = tempfile::tempdir().expect("directory");
+    let (cache, layer) = open(dir.path(), &server);
+    let mut whole = vec![0; SIZE];
+    let started = Instant::now();
+    layer.read_exact_at(&mut whole, 0).expect("read");
+    let rate = SIZE as f64 / started.elapsed().as_secs_f64() / f64::from(1 << 20);
+    println!("cold, one sequential read of 64 MiB      {rate:8.0} MiB/s");
+    settle(&cache);
+
+    let plain = dir.path().join("plain");
+    std::fs::write(&plain, &server.shared.content).expect("file");
+    let plain = FileSource::new(std::fs::File::open(&plain).expect("file")).expect("file");
+    for (name, len, align) in [
+        ("512 B, any offset", 512, 1),
+        ("4 KiB", 4096, 4096),
+        ("4 KiB, any offset", 4096, 512),
+        ("128 KiB", 128 << 10, 4096),
+    ] {
+        let hit = random(&layer, len, align, 20_000);
+        let file = random(&plain, len, align, 20_000);
+        println!("hit, {name:20} {hit:10.2?}   the same from a plain file {file:10.2?}");
+    }
+    drop((layer, cache));
+    let started = Instant::now();
+    let cache = Cache::open(CacheOptions::new(dir.path(), 256 << 20)).expect("cache");
+    let start = started.elapsed();
+    let started = Instant::now();
+    let layer = cache.open_layer(RemoteLayer::new(server.url("/layer"), SIZE as u64)).expect("layer");
+    println!("start-up {start:.2?}, first attach with probe {:.2?}", started.elapsed());
+    drop((layer, cache));
+
+    *server.shared.delay.lock().expect("delay") = Duration::from_millis(2);
+    let fresh = tempfile::tempdir().expect("directory");
+    let (_cache, layer) = open(fresh.path(), &server);
+    let cold = random(&layer, 4096, 4096, 100);
+    println!("cold, 4 KiB random, 2 ms to the origin   {cold:10.2?}, blocks of {} KiB", BLOCK / 1024);
+
+    let fresh = tempfile::tempdir().expect("directory");
+    let (cache, layer) = open(fresh.path(), &server);
+    let id = LayerId::new(None, "layer", SIZE as u64);
+    let mut set = WorkingSet { layers: vec![id], touches: Vec::new() };
+    let all = 0..(SIZE as u64 / BLOCK) as u32;
+    assert!(all.filter(|block| block % 5 != 4).all(|block| set.push(0, block)));
+    let started = Instant::now();
+    let report = cache.prefetch(&set, &[(id, layer)]);
+    let rate = (report.fetched * BLOCK) as f64 / started.elapsed().as_secs_f64() / f64::from(1 << 20);
+    println!("prefetch of {} blocks, 2 ms to the origin {rate:8.0} MiB/s", report.fetched);
+}
