@@ -328,4 +328,34 @@ mod tests {
         files.load(|block| found.push(block)).unwrap();
         assert_eq!(found, [0, 3]); // 39 shared its page with 40
     }
+
+    /// `docs/formats/blockd-cache.md`, byte by byte; the CRC is computed bit by bit.
+    #[test]
+    fn the_bytes_are_those_of_the_format() {
+        fn crc(start: u32, bytes: &[u8]) -> u32 {
+            let step = |crc: u32| if crc & 1 == 1 { crc >> 1 ^ 0x82f6_3b78 } else { crc >> 1 };
+            !bytes.iter().fold(!start, |crc, byte| (0..8).fold(crc ^ u32::from(*byte), |crc, _| step(crc)))
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let key = Key::new(&[b"x"], true);
+        let size = BLOCK + 5000;
+        let files = Files::open_or_create(dir.path(), &key, size).unwrap();
+        let content = bytes(5000, 3);
+        files.write(1, &content).unwrap();
+        let meta = std::fs::read(dir.path().join(key.meta())).unwrap();
+        let mut expected = b"AENVBLK\x01".to_vec();
+        expected.extend_from_slice(&262_144_u64.to_le_bytes());
+        expected.extend_from_slice(&size.to_le_bytes());
+        expected.extend_from_slice(key.as_str().as_bytes());
+        expected.resize(4092, 0);
+        expected.extend_from_slice(&crc(0, &expected).to_le_bytes());
+        expected.resize(4096 + 256, 0);
+        for (chunk, part) in [(64_u32, &content[..4096]), (65, &content[4096..])] {
+            expected.extend_from_slice(&crc(chunk.wrapping_mul(0x9e37_79b1), part).to_le_bytes());
+        }
+        expected.resize(4096 + 512, 0);
+        assert!(meta == expected);
+        let data = std::fs::read(dir.path().join(key.data())).unwrap();
+        assert!(data[BLOCK as usize..] == content && data[..BLOCK as usize].iter().all(|byte| *byte == 0));
+    }
 }
