@@ -1,5 +1,5 @@
 # Every target does its own set-up and only what is missing.
-.PHONY: quickstart test build lint bench lock clean
+.PHONY: quickstart test build lint bench bench-storage lock clean
 
 quickstart: ## from a checkout to a command run in a microVM
 	@scripts/quickstart.sh
@@ -15,6 +15,9 @@ lint: ## static checks
 
 bench: ## measure the service levels of docs/SPECIFICATION.md against the running server
 	@.venv/bin/aenv bench
+
+bench-storage: ## disks side by side with qemu-storage-daemon and the raw file; no server needed
+	@scripts/bench-storage.sh
 
 lock: ## renew the lock files
 	@scripts/lock.sh

@@ -5,17 +5,28 @@ import sys
 from collections.abc import Awaitable, Callable
 
 from aenv.cli.errors import CliError
-from benchmarks import boot, proxy
+from aenv.config import LogSettings
+from aenv.observability import logs
+from benchmarks import boot, proxy, storage
 from benchmarks.common import Result, hardware, markdown
 
-SCENARIOS: dict[str, Callable[[int], Awaitable[list[Result]]]] = {"boot": boot.run, "proxy": proxy.run}
+SCENARIOS: dict[str, Callable[[int], Awaitable[list[Result]]]] = {
+    "boot": boot.run,
+    "proxy": proxy.run,
+    "storage": storage.run,
+}
+ALL = ("boot", "proxy")
+"""Those that measure a running server; the others stand alone."""
 
 
 def run(scenario: str, n: int) -> None:
-    """Run one scenario, or all; print a Markdown table for each. Raises CliError for an unknown name."""
-    chosen = SCENARIOS if scenario == "all" else {k: v for k, v in SCENARIOS.items() if k == scenario}
+    """Run one scenario, or all of a server; print a Markdown table for each. Raises CliError for an unknown name."""
+    chosen = {
+        name: measure for name, measure in SCENARIOS.items() if scenario == name or (scenario == "all" and name in ALL)
+    }
     if not chosen:
         raise CliError(f"no scenario '{scenario}'; there are: all, {', '.join(SCENARIOS)}")
+    logs.configure(LogSettings(level="warning"))
     sys.stdout.write(f"{hardware()}\n")
     for name, measure in chosen.items():
         results = asyncio.run(measure_one(measure, n))

@@ -116,6 +116,23 @@ def _guest(settings: Settings) -> Check:
     return Check("guest", Verdict.OK, f"Linux {bundle.kernel_version}, envd {bundle.envd_version}")
 
 
+def _images(settings: Settings) -> Check:
+    from aenv.images.store import find_blockd
+
+    if settings.images.store == "plain":
+        return Check("images", Verdict.OK, "qcow2 files (images.store = plain)")
+    try:
+        found = str(find_blockd(settings))
+    except AenvError as error:
+        return Check("images", Verdict.FAIL, error.message, "make build")
+    if not os.access(found, os.X_OK):
+        return Check("images", Verdict.FAIL, f"{found} cannot be executed", "make build, or set images.blockd")
+    if not Path("/dev/fuse").is_char_device():
+        return Check("images", Verdict.FAIL, "no /dev/fuse", "modprobe fuse, or give the container the device")
+    ublk = "and ublk" if Path("/dev/ublk-control").exists() else "(no ublk: modprobe ublk_drv where the kernel has it)"
+    return Check("images", Verdict.OK, f"{found}, FUSE {ublk}")
+
+
 def _templates(settings: Settings) -> Check:
     from aenv.templates.store import TemplateStore
 
@@ -137,5 +154,6 @@ PROBES: tuple[Callable[[Settings], Check], ...] = (
     _vmm,
     _cgroups,
     _disk,
+    _images,
     _templates,
 )

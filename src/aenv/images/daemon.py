@@ -27,14 +27,18 @@ PROTOCOL = "0.1."
 """Versions of the daemon whose control protocol this client speaks begin so."""
 START_DEADLINE = 15.0
 """Seconds from the start of the process to its first answer: it removes what a killed predecessor left."""
+ADOPT_DEADLINE = 15.0
+"""Seconds in which a daemon that is found running must answer."""
 READY_DEADLINE = 20.0
 """Seconds a call waits for a daemon that is being restarted."""
 _CONNECT_PAUSES = (0.005, 0.01, 0.02, 0.05, 0.1)
 _RESTART_PAUSES = (0.0, 0.5, 2.0, 10.0, 60.0)
 """Seconds before each restart in a row; one that lived longer than the last of them begins a new row."""
 _CHECK = 15.0
+_CHECK_DEADLINE = 15.0
 _MISSED_CHECKS = 4
-"""Every so many seconds it must answer; after so many times without an answer it is killed: VMMs hang in it."""
+"""Every so many seconds it must answer within so many; after so many failures in a row it is killed, as VMMs that use
+it hang in the kernel and could not even be killed themselves."""
 _GENTLY = ((signal.SIGTERM, 10.0), (signal.SIGKILL, 5.0))
 _AT_ONCE = ((signal.SIGKILL, 5.0),)
 
@@ -148,7 +152,7 @@ class BlockDaemon:
         client = BlockdClient(self.places.socket)
         identity = await asyncio.to_thread(_read_pid, self.places.pid_file)
         try:
-            info = await client.version(deadline=START_DEADLINE)
+            info = await client.version(deadline=ADOPT_DEADLINE)
         except AenvError as error:
             await client.aclose()
             if identity is not None and process.identify(identity.pid) == identity:
@@ -236,7 +240,8 @@ class BlockDaemon:
             try:
                 if missed >= _MISSED_CHECKS:
                     await run.process.end(_AT_ONCE)
-                await run.client.version()
+                    return
+                await run.client.version(deadline=_CHECK_DEADLINE)
                 missed = 0
             except AenvError as error:
                 missed += 1
