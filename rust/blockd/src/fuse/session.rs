@@ -2,8 +2,9 @@
 
 use std::fs::File;
 use std::io::{self, Read};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 use zerocopy::FromBytes;
@@ -14,8 +15,9 @@ use super::{notify, ops};
 use crate::image::{Attached, Table};
 use crate::Error;
 
-/// Most bytes of one read or write.
-pub(super) const MAX_IO: usize = 1 << 20;
+/// Most bytes of one read or write. The kernel splits larger ones and sends the parts at once, so larger buffers gain
+/// nothing, and this bounds what idle workers hold.
+pub(super) const MAX_IO: usize = 256 << 10;
 /// The data of a write, and of the answer to a read, starts on a page of the worker's buffer.
 pub(super) const DATA_AT: usize = 4096;
 /// Bytes before the data of a write: two structures of the protocol.
@@ -25,6 +27,10 @@ const REQUEST_AT: usize = DATA_AT - HEAD;
 const KEEP_IDLE: usize = 2;
 /// Most workers at once. Each may be waiting for a disk or a remote origin.
 const MAX_WORKERS: usize = 256;
+/// After a worker had to be started, none ends for this long: bursts would start and end one for every request.
+const LINGER: Duration = Duration::from_secs(1);
+/// Milliseconds between the ends of two workers.
+const STEP: u64 = 20;
 /// Stack of a worker.
 const STACK: usize = 256 << 10;
 
@@ -36,6 +42,9 @@ pub struct Session {
     workers: AtomicUsize,
     /// Workers waiting for a request.
     idle: AtomicUsize,
+    /// When a worker was last started or ended, in milliseconds after `started`.
+    changed: AtomicU64,
+    started: Instant,
 }
 
 impl Session {
@@ -45,7 +54,8 @@ impl Session {
     /// The first thread cannot be started.
     pub fn start(device: Arc<File>, table: Arc<Table>) -> Result<Arc<Self>, Error> {
         let (workers, idle) = (AtomicUsize::new(0), AtomicUsize::new(0));
-        let session = Arc::new(Self { device, table, workers, idle });
+        let (changed, started) = (AtomicU64::new(0), Instant::now());
+        let session = Arc::new(Self { device, table, workers, idle, changed, started });
         session.spawn().map_err(|e| Error::io("starting a FUSE worker", &e))?;
         Ok(session)
     }
@@ -99,7 +109,7 @@ impl Session {
             if let Ok((header, _)) = InHeader::read_from_prefix(request) {
                 ops::answer(&self, &header, &mut buffer.bytes()[REQUEST_AT + size_of::<InHeader>()..], len);
             }
-            if self.idle.fetch_add(1, Ordering::Relaxed) >= KEEP_IDLE {
+            if self.idle.fetch_add(1, Ordering::Relaxed) >= KEEP_IDLE && self.may_end() {
                 break;
             }
         }
@@ -107,10 +117,27 @@ impl Session {
         self.workers.fetch_sub(1, Ordering::Relaxed);
     }
 
+    /// Whether a superfluous worker may end now: one at a time, and only when none was started lately.
+    fn may_end(&self) -> bool {
+        let now = self.started.elapsed().as_millis() as u64;
+        let changed = self.changed.load(Ordering::Relaxed);
+        now.saturating_sub(changed) >= LINGER.as_millis() as u64
+            && self
+                .changed
+                .compare_exchange(
+                    changed,
+                    now - (LINGER.as_millis() as u64 - STEP),
+                    Ordering::Relaxed,
+                    Ordering::Relaxed,
+                )
+                .is_ok()
+    }
+
     fn spawn_another(self: &Arc<Self>) {
         if self.workers() >= MAX_WORKERS {
             return;
         }
+        self.changed.store(self.started.elapsed().as_millis() as u64, Ordering::Relaxed);
         if let Err(error) = self.spawn() {
             tracing::warn!(%error, workers = self.workers(), "no further FUSE worker can be started");
         }
