@@ -39,27 +39,31 @@ async def make(tmp_path: Path) -> AsyncIterator[Make]:
     yield daemon
     for owner in made:
         await owner.aclose()
-    left = module._read_pid(Places.of_home(tmp_path).pid_file)
+    places = Places.of_home(tmp_path)
+    left = module._read_pid(places.pid_file)
     if left is not None and process.identify(left.pid) == left:
         os.kill(left.pid, signal.SIGKILL)
+    if mounts(places.state):  # of one that was killed and not replaced
+        unmounting = await asyncio.create_subprocess_exec("umount", "-l", places.mount)
+        assert await unmounting.wait() == 0
 
 
 async def attach(run: Run, places: Places, name: str) -> Path:
     return (await run.client.attach(name, [], upper=places.state / name, size=1 << 20)).path
 
 
-def mounts(places: Places) -> int:
-    return Path("/proc/self/mounts").read_text().count(f" {places.mount} ")
+def mounts(below: Path) -> int:
+    return Path("/proc/self/mounts").read_text().count(f" {below}/")
 
 
 async def test_it_ends_with_the_server_that_has_no_sandbox(make: Make) -> None:
     owner = make()
     run = await owner.start()
     assert run.info.pid == run.process.pid
-    assert mounts(owner.places) == 1
+    assert mounts(owner.places.state) == 1
     await owner.aclose()
     assert run.process.ended
-    assert mounts(owner.places) == 0
+    assert mounts(owner.places.state) == 0
     assert not owner.places.socket.exists()
     await owner.aclose()
 
@@ -95,7 +99,7 @@ async def test_one_that_dies_is_replaced_and_its_users_hear_of_it(make: Make) ->
     assert after.info.pid != run.info.pid
     assert await after.client.list() == []
     assert not path.exists()
-    assert mounts(owner.places) == 1  # the dead mount is gone
+    assert mounts(owner.places.state) == 1  # the dead mount is gone
 
 
 async def test_one_that_died_with_its_server_is_replaced(make: Make) -> None:
@@ -107,7 +111,7 @@ async def test_one_that_died_with_its_server_is_replaced(make: Make) -> None:
     second = make()
     after = await second.start()
     assert after.info.pid != run.info.pid
-    assert mounts(second.places) == 1
+    assert mounts(second.places.state) == 1
 
 
 async def test_a_silent_one_is_ended(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,6 +192,38 @@ async def test_a_call_waits_for_the_next_one_but_not_for_ever(make: Make, monkey
     await run.ended()
     with pytest.raises(ImageError, match="there is no aenv-blockd: /nonexistent could not be started"):
         await owner.running()
+
+
+async def test_one_for_work_on_files_ends_with_its_user(tmp_path: Path) -> None:
+    user = """
+import asyncio, sys
+from aenv.config import load
+from aenv.images.store import scratch_daemon
+async def main():
+    async with scratch_daemon(load()) as client:
+        print((await client.version()).pid, flush=True)
+        await asyncio.sleep(60)
+asyncio.run(main())
+"""
+    try:
+        find_blockd(load())
+    except ProvisionError as error:
+        pytest.skip(error.message)
+    environ = os.environ | {"TMPDIR": str(tmp_path)}
+    using = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", user, env=environ, stdout=asyncio.subprocess.PIPE
+    )
+    assert using.stdout is not None
+    lines = (await using.stdout.readuntil(b"\n")).split()
+    while not lines[-1].isdigit():  # a line of its log came first
+        lines = (await using.stdout.readuntil(b"\n")).split()
+    watched = process.Process(int(lines[-1]))
+    using.kill()
+    await using.wait()
+    async with asyncio.timeout(10):
+        await watched.wait()
+    watched.close()
+    assert not mounts(tmp_path)
 
 
 def test_the_log_is_bounded(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ ADOPT_DEADLINE = 15.0
 """Seconds in which a daemon that is found running must answer."""
 READY_DEADLINE = 20.0
 """Seconds a call waits for a daemon that is being restarted."""
+_TIE = "/usr/bin/setpriv"
 _CONNECT_PAUSES = (0.005, 0.01, 0.02, 0.05, 0.1)
 _RESTART_PAUSES = (0.0, 0.5, 2.0, 10.0, 60.0)
 """Seconds before each restart in a row; one that lived longer than the last of them begins a new row."""
@@ -93,9 +94,11 @@ class Run:
 class BlockDaemon:
     """Owns the daemon of `places` while the server runs. Only one owner per home: the server's lock sees to that."""
 
-    def __init__(self, *, places: Places, binary: Path, cache_bytes: int) -> None:
+    def __init__(self, *, places: Places, binary: Path, cache_bytes: int, tied: bool = False) -> None:
+        """`tied` is for a daemon that must end with this process, also when that is killed."""
         self.places = places
-        self._argv = [str(binary), "--socket", str(places.socket), "--mount", str(places.mount)]
+        self._argv = [_TIE, "--pdeathsig", "TERM"] if tied else []
+        self._argv += [str(binary), "--socket", str(places.socket), "--mount", str(places.mount)]
         self._argv += ["--cache", str(places.cache), "--cache-bytes", str(cache_bytes)]
         self._run: Run | None = None
         self._changed = asyncio.Event()
@@ -182,7 +185,7 @@ class BlockDaemon:
             await asyncio.to_thread(self._note, pid)
             info = await self._first_answer(client, watched)
             if not info.version.startswith(PROTOCOL):
-                raise ConfigError(f"{self._argv[0]} is version {info.version}; {PROTOCOL}* is needed: run `make build`")
+                raise ConfigError(f"aenv-blockd is version {info.version}; {PROTOCOL}* is needed: run `make build`")
         except BaseException:
             await client.aclose()
             await asyncio.shield(watched.end(_AT_ONCE))

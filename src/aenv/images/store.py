@@ -76,7 +76,7 @@ async def scratch_daemon(settings: Settings) -> AsyncIterator[BlockdClient]:
     or ending at any moment, is left alone."""
     with tempfile.TemporaryDirectory(prefix="aenv-blockd-", ignore_cleanup_errors=True) as scratch:
         places = Places(state=Path(scratch), cache=Path(scratch, "cache"))
-        daemon = BlockDaemon(places=places, binary=find_blockd(settings), cache_bytes=1 << 20)
+        daemon = BlockDaemon(places=places, binary=find_blockd(settings), cache_bytes=1 << 20, tied=True)
         try:
             yield (await daemon.start()).client
         finally:
