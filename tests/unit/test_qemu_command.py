@@ -98,6 +98,14 @@ def test_a_qcow2_without_backing_gets_none() -> None:
     assert nodes[-1]["backing"] is None
 
 
+def test_a_block_device_is_opened_as_one() -> None:
+    disk = Disk(path=Path("/dev/ublkb0"), format="raw", size=1 << 30)
+    nodes = [json.loads(value) for value in values(line(disk=disk), "-blockdev")]
+    assert [(node["driver"], node["node-name"]) for node in nodes] == [("host_device", "disk-file"), ("raw", "disk")]
+    assert nodes[0]["cache"]["direct"]
+    assert not Disk(path=Path("/dev/shm/file"), format="raw", size=1).is_device
+
+
 def test_a_raw_disk_cannot_have_a_backing_file() -> None:
     with pytest.raises(VmmError, match="only qcow2"):
         line(disk=Disk(path=Path("/h/d"), format="raw", size=1, backing=Path("/b")))

@@ -18,6 +18,11 @@ class Disk:
     size: int
     backing: Path | None = None
 
+    @property
+    def is_device(self) -> bool:
+        """Whether it is a block device rather than a file."""
+        return self.path.parent == Path("/dev")
+
 
 class ImageStore(Protocol):
     """Gives every sandbox its own writable view of a template's image.

@@ -107,8 +107,10 @@ def _disk(disk: Disk) -> list[str]:
     if disk.backing is not None and disk.format != "qcow2":
         raise VmmError(f"disk {disk.path} has a backing file and format {disk.format}: only qcow2 can have one")
     file = {"driver": "file", "aio": "threads", "cache": {"direct": False, "no-flush": True}}
+    # A block device has its own server behind it, which reads through the page cache already.
+    lowest = {**file, "driver": "host_device", "cache": {"direct": True, "no-flush": True}} if disk.is_device else file
     nodes: list[dict[str, object]] = [
-        {**file, "node-name": "disk-file", "filename": JailPath.DISK, "discard": "unmap"},
+        {**lowest, "node-name": "disk-file", "filename": JailPath.DISK, "discard": "unmap"},
         {"driver": disk.format, "node-name": "disk", "file": "disk-file", "discard": "unmap", "cache": file["cache"]},
     ]
     if disk.format == "qcow2":
