@@ -19,7 +19,7 @@ from aenv.config import load
 from aenv.images.client import Layer
 from aenv.images.store import scratch_daemon
 from benchmarks.common import Result, rss_bytes
-from benchmarks.storage_lab import CASES, Case, Lab, evict, fio, resident
+from benchmarks.storage_lab import CASES, Case, Lab, evict, fio, resident, warm
 
 DEPTH = 4
 DEEP = 32
@@ -73,10 +73,11 @@ async def throughput(lab: Lab, repetitions: int) -> list[Result]:
     results = []
     for case in CASES:
         samples: dict[str, list[float]] = {who: [] for who in NAMES}
-        for _ in range(repetitions):
-            for who in NAMES:
+        for repetition in range(repetitions):
+            for who in _rotated(repetition):
                 await asyncio.to_thread(os.sync)
                 async with lab.serve(who, case) as path:
+                    await asyncio.to_thread(warm, *lab.files(who, path))
                     samples[who].append(await fio(path, case, direct=who != "raw"))
         results += _compared(case.what, samples, against="qemu", least=1.0)
     return results
@@ -87,16 +88,21 @@ async def cold(lab: Lab, repetitions: int) -> list[Result]:
     results = []
     for depth in (1, 16):
         case = Case(what=f"128 KiB sequential read from disk, depth {depth}", rw="read", block=128 << 10, depth=depth)
-        files = [lab.raw, *(lab.qcow2(number) for number in range(DEPTH))]
-        files += [layer.path for layer in lab.layers if layer.path is not None]
         samples: dict[str, list[float]] = {who: [] for who in NAMES}
-        for _ in range(repetitions):
-            for who in NAMES:
+        for repetition in range(repetitions):
+            for who in _rotated(repetition):
                 async with lab.serve(who) as path:
-                    await asyncio.to_thread(evict, *files)
+                    await asyncio.to_thread(evict, *lab.files(who, path))
                     samples[who].append(await fio(path, case, direct=who != "raw", seconds=0))
         results += _compared(case.what, samples, against="raw", least=0.8)
     return results
+
+
+def _rotated(repetition: int) -> list[str]:
+    """The contenders, each repetition another one first."""
+    names = list(NAMES)
+    first = repetition % len(names)
+    return names[first:] + names[:first]
 
 
 def _compared(what: str, samples: dict[str, list[float]], *, against: str, least: float) -> list[Result]:
@@ -171,7 +177,7 @@ def _scatter(path: Path) -> None:
 
 async def sharing(lab: Lab) -> list[Result]:
     """Two sandboxes of one template read all of it: how often are the layers' bytes in memory?"""
-    files = [layer.path for layer in lab.layers if layer.path is not None]
+    files = lab.layer_files()
     await asyncio.to_thread(evict, *files)
     async with lab.blockd(lab.layers, "one") as one, lab.blockd(lab.layers, "other") as other:
         await asyncio.to_thread(_digest, one)
@@ -198,6 +204,7 @@ async def depth(lab: Lab, repetitions: int) -> list[Result]:
         for _ in range(repetitions):
             for name, layers in stacks.items():
                 async with lab.blockd(layers) as path:
+                    await asyncio.to_thread(warm, *(layer.path for layer in layers if layer.path is not None))
                     samples[name].append(await fio(path, case, direct=True) / 1e6)
         many, one = (statistics.median(values) for values in samples.values())
         goal = f">= 0.9x 1 layer: {many / one:.2f}x"

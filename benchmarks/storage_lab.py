@@ -103,6 +103,15 @@ class Lab:
         under = [] if backing is None else ["-b", str(backing), "-F", "qcow2"]
         await run("qemu-img", "create", "-q", "-f", "qcow2", *under, str(path), str(SIZE))
 
+    def layer_files(self) -> list[Path]:
+        """The layers' files."""
+        return [layer.path for layer in self.layers if layer.path is not None]
+
+    def files(self, who: str, served: Path) -> list[Path]:
+        """What a contender reads from."""
+        chain = [self.qcow2(number) for number in range(len(self.layers))]
+        return {"raw": [served], "qemu": chain, "blockd": self.layer_files()}[who]
+
     @asynccontextmanager
     async def serve(self, who: str, case: Case | None = None) -> AsyncIterator[Path]:
         """A fresh disk with the content, as a file: `raw`, `qemu` or `blockd`."""
@@ -172,6 +181,15 @@ async def fio(path: Path, case: Case, *, direct: bool, seconds: int = RUN_SECOND
     )
     job = json.loads(output[output.index("{") :])["jobs"][0]
     return float(job["write" if case.writes else "read"]["bw_bytes"])
+
+
+def warm(*paths: Path) -> None:
+    """Bring files into the page cache: some hosts empty it by themselves."""
+    buffer = bytearray(1 << 20)
+    for path in paths:
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
 
 
 def evict(*paths: Path) -> None:
