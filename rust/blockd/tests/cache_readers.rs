@@ -298,7 +298,7 @@ fn a_prefetch_from_a_failing_origin_says_so_once() {
 fn impossible_layers_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let cache = cache(dir.path(), LIMIT);
-    for size in [0, u64::MAX, (16 << 40) + 1] {
+    for size in [0, u64::MAX, (1 << 40) + 1] {
         assert!(cache.open_layer(RemoteLayer::new("http://127.0.0.1:1/", size)).is_err());
     }
     for url in ["", "ftp://127.0.0.1/", "http://user:password@127.0.0.1/", "http://"] {

@@ -3,10 +3,10 @@
 use std::ffi::OsString;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use overlaybd::{Digest, DigestWriter, FileSource};
+use overlaybd::{sha256, Digest, DigestWriter, FileSource};
 
 use super::layer::CachedLayer;
 use super::layout::BLOCK;
@@ -38,7 +38,10 @@ impl CachedLayer {
     /// # Errors
     /// [`CompleteError`]. A wrong digest poisons the layer: every later read of it fails and says why.
     pub fn complete(&self) -> Result<Digest, CompleteError> {
-        let Some(path) = self.path.as_deref().filter(|_| !self.is_local()) else {
+        if let Some(local) = self.local.get() {
+            return sha256(local).map_err(CompleteError::Read);
+        }
+        let Some(path) = self.path.as_deref() else {
             let (_, digest) = self.copy_into(io::sink(), Path::new("nowhere"))?;
             self.judge(digest)?;
             return Ok(digest);
@@ -105,6 +108,12 @@ impl Temporary {
         let file = options.custom_flags(rustix::fs::OFlags::NOFOLLOW.bits() as i32).open(&path).map_err(failed)?;
         rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive)
             .map_err(|_| CompleteError::Busy(target.to_owned()))?;
+        // Another assembly may have published this very file between our opening and locking it.
+        let locked = file.metadata().map_err(failed)?;
+        let same = |here: std::fs::Metadata| (here.dev(), here.ino()) == (locked.dev(), locked.ino());
+        if !std::fs::symlink_metadata(&path).is_ok_and(same) {
+            return Err(CompleteError::Busy(target.to_owned()));
+        }
         file.set_len(0).map_err(failed)?;
         Ok(Self { file, path, published: false })
     }

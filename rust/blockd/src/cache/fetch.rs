@@ -148,22 +148,15 @@ impl Filler {
         error
     }
 
-    /// Gets ready for a block: one that was claimed, or, from an origin that sends everything, any that nobody has.
+    /// Gets ready for a block, if it was claimed.
     async fn begin(&mut self, block: u32) -> Result<Option<Partial>, OriginError> {
-        let layer = &self.fetcher.layer;
-        let flight = match self.claimed.remove(&block) {
-            Some(flight) => flight,
-            None if self.whole => match layer.flights.claim(block, || layer.is_present(block)) {
-                Claim::Mine(flight) => flight,
-                Claim::Present | Claim::Joined(_) => return Ok(None),
-            },
-            None => return Ok(None),
-        };
-        // Should the wait for memory fail, the block must still land.
-        self.claimed.insert(block, flight.clone());
+        if !self.claimed.contains_key(&block) {
+            return Ok(None);
+        }
         let buffers = self.fetcher.shared.buffers(self.lane).clone();
         let permit = buffers.acquire_owned().await.map_err(|_| OriginError::Closed)?;
-        self.claimed.remove(&block);
+        // Not before: should the wait fail, the block must still land.
+        let Some(flight) = self.claimed.remove(&block) else { return Ok(None) };
         let bytes = vec![0; Shared::len(&self.fetcher.layer, block)].into_boxed_slice();
         Ok(Some(Partial { block, flight, bytes, permit }))
     }
@@ -191,10 +184,17 @@ impl Sink for Filler {
         self.position
     }
 
+    /// Takes everything: the origin would send it again for the next reader.
     fn rewind(&mut self) {
-        if !self.whole && self.position == u64::from(self.run.start) * BLOCK {
-            self.whole = true;
-            self.position = 0;
+        if self.whole || self.position != u64::from(self.run.start) * BLOCK {
+            return;
+        }
+        (self.whole, self.position) = (true, 0);
+        let layer = &self.fetcher.layer;
+        for block in (0..layer.count()).filter(|block| !self.run.contains(block)) {
+            if let Claim::Mine(flight) = layer.flights.claim(block, || layer.is_present(block)) {
+                self.claimed.insert(block, flight);
+            }
         }
     }
 

@@ -19,8 +19,8 @@ pub(super) const CHUNKS: usize = BLOCK as usize / CHUNK;
 pub(super) const ENTRY: usize = CHUNKS * 4;
 /// Bytes of the header page of a meta file.
 pub(super) const HEADER: usize = 4096;
-/// Largest layer: its block numbers fit in 32 bits and its state array in 64 MiB of address space.
-pub const MAX_LAYER: u64 = 16 << 40;
+/// Largest layer: the states of its blocks take 4 MiB of memory.
+pub const MAX_LAYER: u64 = 1 << 40;
 /// Disk space counted for a layer that is there at all: both inodes' extents and the header page.
 pub(super) const LAYER_CHARGE: u64 = 16 * 1024;
 
@@ -154,6 +154,6 @@ mod tests {
         assert_eq!(block_len(size, 0), BLOCK as usize);
         assert_eq!(block_len(size, 2), 5);
         assert_eq!(block_charge(size, 2), 8192);
-        assert_eq!(blocks_of(MAX_LAYER), 1 << 26);
+        assert_eq!(blocks_of(MAX_LAYER), 1 << 22);
     }
 }

@@ -192,12 +192,11 @@ impl Cache {
             let validator = self.wait(async move { probe.probe().await });
             let validator =
                 validator.map_err(|error| SharedError { url: origin.shown().clone(), error: Arc::new(error) })?;
-            let text = format!("{validator:?}");
             if validator.is_empty() {
                 let nonce = [self.shared.started.elapsed().as_nanos() as u64, fastrand::u64(..)].map(u64::to_le_bytes);
                 Key::new(&[b"once", origin.url().as_bytes(), &size, &nonce[0], &nonce[1]], false)
             } else {
-                Key::new(&[b"url", origin.url().as_bytes(), text.as_bytes(), &size], true)
+                Key::new(&[b"url", origin.url().as_bytes(), validator.identity().as_bytes(), &size], true)
             }
         };
         let (state, files) = self.shared.registry.open(&self.shared.dir, key, layer.size);

@@ -27,6 +27,11 @@ impl Validator {
         self.etag.is_none() && self.modified.is_none()
     }
 
+    /// Both as text, for telling versions apart on disk.
+    pub fn identity(&self) -> String {
+        format!("{}\n{}", self.etag.as_deref().unwrap_or(""), self.modified.as_deref().unwrap_or(""))
+    }
+
     /// The entity tag decides where both have one; otherwise the date does.
     fn agrees(&self, other: &Self) -> bool {
         match (&self.etag, &other.etag) {

@@ -13,6 +13,7 @@
 //!
 //! Only addresses given by the control plane are contacted, and what they redirect to.
 
+mod asking;
 mod check;
 mod credentials;
 mod error;
@@ -21,6 +22,7 @@ mod redirect;
 mod retry;
 mod transport;
 
+pub use asking::AskingCredentials;
 pub use check::Validator;
 pub use credentials::{Credentials, Headers, NoCredentials, RefreshFuture};
 pub use error::{OriginError, SharedError};
