@@ -6,11 +6,12 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from e2b import Sandbox
@@ -202,6 +203,46 @@ def test_lower_layers_are_in_memory_once(node: Node) -> None:
     for sandbox in (one, other):
         node.fsck(image=sandbox.sandbox_id)
         sandbox.kill()
+
+
+def test_what_the_cli_shows_and_makes(node: Node, tmp_path: Path) -> None:
+    def aenv(*arguments: str) -> Any:
+        argv = [Path(sys.executable).with_name("aenv"), "image", *arguments, "-o", "json"]
+        done = subprocess.run(argv, env=node.environ, capture_output=True, text=True, check=False, timeout=120)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    sandbox = node.create()
+    sandbox.commands.run("echo here > file && sync")
+    row = next(row for row in aenv("ls") if row["image"] == sandbox.sandbox_id)
+    assert row["size"] == node.stack().size
+    assert row["counters"]["writes"] > 0
+    assert row["upper"]["extents"] > 0
+    assert aenv("inspect", sandbox.sandbox_id)["handles"] == 1
+    raw = tmp_path / "raw"
+    aenv("export", sandbox.sandbox_id, str(raw))
+    subprocess.run(["e2fsck", "-y", "-E", "journal_only", raw], capture_output=True, check=False)
+    subprocess.run(["e2fsck", "-f", "-n", raw], check=True, capture_output=True)
+    shown = subprocess.run(["debugfs", "-R", "cat /home/user/file", raw], capture_output=True, text=True, check=True)
+    assert shown.stdout == "here\n"
+    sandbox.kill()
+
+    assert aenv("check", "base")["ok"]
+    made = aenv("compact", "base", str(tmp_path / "small"), "--zfile", "lz4")
+    assert made["bytes"] < node.layers.path(node.stack().layers[0]).stat().st_size
+    assert aenv("check", str(tmp_path / "small"))["read"] == aenv("check", "base")["read"]
+    layer = tmp_path / "small"
+    with layer.open("r+b") as file:
+        file.seek(layer.stat().st_size // 2)
+        file.write(b"damage")
+    damaged = subprocess.run(
+        [Path(sys.executable).with_name("aenv"), "image", "check", layer],
+        env=node.environ,
+        capture_output=True,
+        text=True,
+    )
+    assert damaged.returncode == 1
+    assert "damaged" in damaged.stderr
 
 
 def resident(path: Path) -> int:

@@ -7,9 +7,10 @@ $AENV_HOME/templates/<id>/layers.json  {"version": 1, "size": bytes, "layers": [
 import json
 import os
 import re
+import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ MANIFEST = "layers.json"
 _VERSION = 1
 _DIGEST = re.compile(r"(?:sha256:)?([0-9a-f]{64})")
 _NEW = ".new-"
+_STALE = 24 * 3600
 _SUFFIX = ".lsmt"
 
 
@@ -77,9 +79,11 @@ class LayerStore:
             return self.publish(staged, made.digest or "")
 
     def sweep(self) -> None:
-        """Delete what interrupted work left. Only while nobody makes a layer."""
+        """Delete what interrupted work left: by its age, as a running server may be making a layer."""
         for left in self.directory.glob(_NEW + "*"):
-            left.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):
+                if time.time() - left.stat().st_mtime > _STALE:
+                    left.unlink()
 
 
 def digest_of_name(path: Path) -> str | None:

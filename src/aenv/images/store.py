@@ -42,6 +42,7 @@ async def prepare(settings: Settings, directory: Path, final: Path) -> None:
     if settings.images.store != "blockd":
         return
     layers = LayerStore(settings.layers_dir)
+    await asyncio.to_thread(layers.sweep)
     if await asyncio.to_thread(_complete, directory, layers):
         return
     raw = directory / plain.ROOTFS
