@@ -2,6 +2,8 @@
 //!
 //! `cargo bench -p blockd --bench cache`
 
+#![allow(clippy::expect_used)]
+
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 

@@ -1,5 +1,7 @@
 //! Whole layers: assembled, verified, local; or poisoned.
 
+#![allow(clippy::unwrap_used)]
+
 mod cache_common;
 
 use blockd::cache::{Cache, CompleteError, LayerSource, RemoteLayer};

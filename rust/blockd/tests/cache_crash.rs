@@ -1,5 +1,7 @@
 //! The daemon is killed, or the disk fills, at any moment.
 
+#![allow(clippy::unwrap_used)]
+
 mod cache_common;
 
 use std::io::{BufRead, BufReader};

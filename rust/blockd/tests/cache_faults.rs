@@ -1,5 +1,7 @@
 //! Origins that misbehave: each fault is retried or reported, and no wrong byte is ever read.
 
+#![allow(clippy::unwrap_used)]
+
 mod cache_common;
 
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};

@@ -1,5 +1,7 @@
 //! Many readers, one cache: single flight, read-ahead, the bound, eviction, damage, restarts, working sets.
 
+#![allow(clippy::unwrap_used)]
+
 mod cache_common;
 
 use std::fs::OpenOptions;

@@ -1,5 +1,5 @@
 //! A small HTTP server on loopback that can misbehave, and a cache to point at it.
-#![allow(dead_code, missing_docs)]
+#![allow(dead_code, missing_docs, clippy::unwrap_used)]
 
 use std::collections::VecDeque;
 use std::io::{BufRead, BufReader, Write};
