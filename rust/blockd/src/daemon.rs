@@ -8,10 +8,11 @@ use std::time::Duration;
 use rustix::process::{getrlimit, setrlimit, Resource, Rlimit};
 use tokio::signal::unix::{signal, SignalKind};
 
-use crate::control::{Events, Server, Service, Targets};
+use crate::cache::{Cache, CacheOptions};
+use crate::control::{Events, Server, Service, Sources, Targets};
 use crate::fuse::{clean_stale, Mount, Session};
-use crate::image::{FilesOnly, Layers, Table};
-use crate::{privileges, ublk, Error};
+use crate::image::{Layers, Table};
+use crate::{privileges, ublk, Code, Error};
 
 /// How the command line looks.
 pub const USAGE: &str = "\
@@ -96,8 +97,11 @@ pub fn run(options: &Options) -> Result<(), Error> {
         false => Err("switched off by --no-ublk".to_owned()),
     };
     let targets = Targets { mount: dir, fuse, ublk };
-    let layers = Arc::new(Layers::new(Box::new(FilesOnly)));
-    let service = Arc::new(Service::new(table, layers, targets, Arc::new(Events::default())));
+    let cache = Cache::open(CacheOptions::new(&options.cache, options.cache_bytes))
+        .map_err(|e| Error::caused(Code::Io, "opening the block cache", &e))?;
+    let events = Arc::new(Events::default());
+    let layers = Arc::new(Layers::new(Box::new(Sources::new(cache, events.clone()))));
+    let service = Arc::new(Service::new(table, layers, targets, events));
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .max_blocking_threads(MAX_BLOCKING)

@@ -5,6 +5,8 @@ use std::io;
 
 use serde::Serialize;
 
+use crate::origin::SharedError;
+
 /// What kind of failure it was.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
@@ -75,6 +77,9 @@ impl Error {
 }
 
 fn code_of(error: &io::Error) -> Option<Code> {
+    if error.get_ref().is_some_and(|inner| inner.is::<SharedError>()) {
+        return Some(Code::Origin);
+    }
     match error.kind() {
         io::ErrorKind::NotFound => Some(Code::NotFound),
         io::ErrorKind::AlreadyExists => Some(Code::Exists),

@@ -6,8 +6,10 @@
 //! * [`control`] speaks newline-delimited JSON on a Unix socket (`docs/formats/blockd-control.md`).
 //! * [`image`] holds the attached images and what can be done with them: seal, compact, import, export.
 //! * [`fuse`] and [`ublk`] serve them.
+//! * [`origin`] and [`cache`] fetch remote layers; [`capture`] makes layers of guest memory.
 
 pub mod cache;
+pub mod capture;
 pub mod control;
 pub mod daemon;
 pub mod error;
@@ -16,7 +18,5 @@ pub mod image;
 pub mod origin;
 pub mod privileges;
 pub mod ublk;
-// Owners of these modules uncomment their line when the module exists.
-// pub mod capture;
 
 pub use error::{Code, Error};

@@ -4,12 +4,14 @@ mod attach;
 mod connection;
 mod events;
 mod ops;
+mod remote;
 mod request;
 mod server;
 mod service;
 mod stat;
 
 pub use events::Events;
+pub use remote::Sources;
 pub use request::Op;
 pub use server::Server;
 pub use service::{Service, Targets};

@@ -2,11 +2,12 @@
 
 use serde_json::{json, Value};
 
-use super::request::{Compact, Export, Import, Prefetch, SaveWorkingSet, Seal};
+use super::request::{Capture, Compact, Export, Import, Prefetch, SaveWorkingSet, Seal};
 use super::service::text;
 use super::Service;
-use crate::image::{self, CompactRun, Made, Output, View, WorkingSet};
-use crate::Error;
+use crate::capture;
+use crate::image::{self, check_path, CompactRun, Made, Output, View, WorkingSet};
+use crate::{Code, Error};
 
 impl Service {
     pub(super) fn seal(&self, request: &Seal) -> Result<Value, Error> {
@@ -57,6 +58,25 @@ impl Service {
         };
         let output = Output { zfile: request.zfile, digest: request.digest };
         described(&request.output, &image::export(&view, &request.output, request.format, output)?)
+    }
+
+    pub(super) fn capture(&self, request: Capture) -> Result<Value, Error> {
+        check_path(&request.output)?;
+        let base = match request.base[..] {
+            [] => None,
+            _ => Some(capture::Base { stack: self.layers.stack(&request.base)?, mapped: request.mapped }),
+        };
+        let Capture { pid, start_time, mappings, output, size, compare, digest, durable, .. } = request;
+        let request =
+            capture::Request { pid, start_time, mappings, base, output, size, compare, digest, durable, method: None };
+        let report = capture::capture(&request)?;
+        let mut reply =
+            serde_json::to_value(&report).map_err(|e| Error::caused(Code::Io, "describing a capture", &e))?;
+        reply["output"] = text(&request.output)?;
+        if let Some(digest) = report.digest {
+            reply["digest"] = format!("sha256:{digest}").into();
+        }
+        Ok(reply)
     }
 
     pub(super) fn save_working_set(&self, request: &SaveWorkingSet) -> Result<Value, Error> {

@@ -7,6 +7,7 @@ use serde::de::DeserializeOwned;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
+use crate::capture::Mapping;
 use crate::image::{Format, LayerSpec, Owner, UpperSpec, ZFileSpec};
 use crate::{Code, Error};
 
@@ -121,6 +122,32 @@ pub struct Export {
 
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
+pub struct Capture {
+    pub pid: u32,
+    #[serde(default)]
+    pub start_time: Option<u64>,
+    pub mappings: Vec<Mapping>,
+    #[serde(default)]
+    pub base: Vec<LayerSpec>,
+    /// How many of `base`, from the lowest, the guest maps; the others were captured from it since.
+    #[serde(default)]
+    pub mapped: Option<usize>,
+    pub output: PathBuf,
+    pub size: u64,
+    #[serde(default = "yes")]
+    pub compare: bool,
+    #[serde(default)]
+    pub digest: bool,
+    #[serde(default)]
+    pub durable: bool,
+}
+
+fn yes() -> bool {
+    true
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct SaveWorkingSet {
     pub image: String,
     pub output: PathBuf,
@@ -152,6 +179,7 @@ pub enum Op {
     Compact(Compact),
     Import(Import),
     Export(Export),
+    Capture(Capture),
     WorkingSet(SaveWorkingSet),
     Prefetch(Prefetch),
     Stat(Named),
@@ -165,7 +193,7 @@ impl Op {
     /// Takes `op` and its arguments.
     ///
     /// # Errors
-    /// [`Code::Invalid`] or, for an operation of that is not known, [`Code::Unsupported`].
+    /// [`Code::Invalid`] or, for an operation that is not known, [`Code::Unsupported`].
     pub fn parse(mut request: Map<String, Value>) -> Result<Self, Error> {
         let name = match request.remove("op") {
             Some(Value::String(name)) => name,
@@ -180,6 +208,7 @@ impl Op {
             "compact" => Self::Compact(parse(&name, args)?),
             "import" => Self::Import(parse(&name, args)?),
             "export" => Self::Export(parse(&name, args)?),
+            "capture" => Self::Capture(parse(&name, args)?),
             "working_set" => Self::WorkingSet(parse(&name, args)?),
             "prefetch" => Self::Prefetch(parse(&name, args)?),
             "stat" => Self::Stat(parse(&name, args)?),

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use serde_json::Value;
+use serde_json::{json, Value};
 
 use crate::control::{Events, Op};
 use crate::fuse;
@@ -51,14 +51,15 @@ impl Service {
             Op::Compact(request) => self.compact(&request),
             Op::Import(request) => self.import(&request),
             Op::Export(request) => self.export(&request),
+            Op::Capture(request) => self.capture(request),
             Op::WorkingSet(request) => self.save_working_set(&request),
             Op::Prefetch(request) => self.prefetch(&request),
             Op::Stat(request) => self.stat(&request.image),
             Op::List => Ok(self.list()),
             Op::CacheStat => self.layers.sources().cache_stat(),
             Op::Credentials(request) => {
-                self.layers.sources().credentials(&request.url, &request.headers)?;
-                Ok(Value::Object(serde_json::Map::new()))
+                let layers = self.layers.sources().credentials(&request.url, &request.headers)?;
+                Ok(json!({"layers": layers}))
             }
             Op::Subscribe => Ok(Value::Object(serde_json::Map::new())),
         }

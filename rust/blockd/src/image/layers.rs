@@ -29,11 +29,11 @@ pub trait LayerSources: Send + Sync {
         Err(no_cache())
     }
 
-    /// Takes new headers for the origins whose addresses start with `url`.
+    /// Takes new headers for the open layers whose addresses start with `url`; gives how many there are.
     ///
     /// # Errors
     /// [`Code::Unsupported`] without a cache.
-    fn credentials(&self, _url: &str, _headers: &BTreeMap<String, String>) -> Result<(), Error> {
+    fn credentials(&self, _url: &str, _headers: &BTreeMap<String, String>) -> Result<usize, Error> {
         Err(no_cache())
     }
 }
