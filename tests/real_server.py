@@ -5,9 +5,11 @@ symbolic links: a server only reads them. Database, secrets, sandboxes, port, ad
 server that the machine's owner runs is not disturbed.
 """
 
+import asyncio
 import contextlib
 import os
 import platform
+import shutil
 import signal
 import socket
 import subprocess
@@ -21,19 +23,20 @@ import httpx
 import pytest
 from e2b import Sandbox
 
-from aenv.config import NetworkSettings, Settings, default_home
+from aenv.config import NetworkSettings, Settings, VmmSettings, default_home
 from aenv.errors import ProvisionError
 from aenv.guest.provision import load_bundle
 from aenv.network import nft
 from aenv.network.layout import NETNS_DIRECTORY, Layout
 from aenv.vmm import cgroup
+from aenv.vmm.accel import AccelProver
 from aenv.vmm.process import find
 
 KEY = "e2b_" + "5e" * 20
 CIDR = "10.215.0.0/20"
 UID_BASE = "2600000"
-PROVISIONED = ("guest", "templates", "cache")
-"""What a test's home shares with the machine's. The cache holds the answer of the KVM trial, under a lock."""
+PROVISIONED = ("guest", "templates", "layers")
+"""What a test's home shares with the machine's."""
 
 needs_node = pytest.mark.skipif(
     os.geteuid() != 0 or platform.machine() != "x86_64", reason="runs a node with real microVMs: needs root on x86_64"
@@ -56,12 +59,18 @@ class RealServer:
         """`settings` are variables without their prefix: ``network_pool_size="2"``. Skips where nothing is set up."""
         provisioned = Path(os.environ.get("AENV_TEST_HOME") or default_home())
         try:
-            load_bundle(provisioned)
+            bundle = load_bundle(provisioned)
         except ProvisionError as error:
             pytest.skip(f"this machine is not provisioned: {error.message}")
         self.home = home
         for name in PROVISIONED:
-            (home / name).symlink_to((provisioned / name).resolve())
+            if (provisioned / name).exists():
+                (home / name).symlink_to((provisioned / name).resolve())
+        # The KVM trial is made once on a machine; each home keeps a copy of its answer.
+        asyncio.run(AccelProver(home=provisioned, settings=VmmSettings(), bundle=bundle).decide())
+        (home / "cache").mkdir()
+        if (answer := provisioned / "cache" / "accel.json").exists():
+            shutil.copy(answer, home / "cache")
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = int(probe.getsockname()[1])
         self.url = f"http://127.0.0.1:{port}"

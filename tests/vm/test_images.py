@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
@@ -16,16 +17,19 @@ from typing import Any, TypeVar
 import pytest
 from e2b import Sandbox
 
-from aenv.config import ImageSettings, Settings, load
+from aenv.config import ImageSettings, Settings, VmmSettings, load
 from aenv.errors import ProvisionError
 from aenv.images.client import BlockdClient, Layer
 from aenv.images.daemon import Places
 from aenv.images.layers import LayerStore, Stack, read_stack, write_stack
 from aenv.images.process import identify
+from aenv.images.protocol import Disk
 from aenv.images.store import find_blockd, prepare
 from aenv.templates.models import Template
 from aenv.templates.store import TemplateStore
+from aenv.vmm.qemu import QemuVmm
 from real_server import RealServer, needs_node, until
+from vmm_lab import Lab, lab
 
 pytestmark = [pytest.mark.vm, needs_node, pytest.mark.timeout(300)]
 
@@ -47,8 +51,7 @@ class Node(RealServer):
         shared = (home / "templates").resolve()
         (home / "templates").unlink()
         shutil.copytree(shared, home / "templates", copy_function=_link, ignore=shutil.ignore_patterns("layers.json"))
-        (home / "cache").unlink()
-        (home / "cache").mkdir()
+        (home / "layers").unlink(missing_ok=True)
         self.base = next(template for template in self.templates.list() if "base" in template.names)
         folder = self.templates.path(self.base.id)
         asyncio.run(prepare(self.settings, folder, folder))
@@ -136,8 +139,8 @@ def test_a_disk_of_two_layers(node: Node) -> None:
     node.publish("two", node.stack(sealed))
 
     second = Sandbox.create("two", timeout=600, **node.sdk)
-    stat = node.blockd(lambda client: client.stat(second.sandbox_id))
-    assert len(stat["layers"]) == 2
+    about = node.blockd(lambda client: client.stat(second.sandbox_id))
+    assert len(about["layers"]) == 2
     second.commands.run("echo 3 | sudo tee /proc/sys/vm/drop_caches")
     assert digest(second, "blob") == wanted
     assert second.commands.run("ls").stdout.split() == ["blob"]
@@ -243,6 +246,39 @@ def test_what_the_cli_shows_and_makes(node: Node, tmp_path: Path) -> None:
     )
     assert damaged.returncode == 1
     assert "damaged" in damaged.stderr
+
+
+def test_a_block_device_is_a_disk_too(tmp_path: Path) -> None:
+    """As ublk serves them; any block device will do to see that the jailed VMM can open it."""
+    image = tmp_path / "image"
+    with image.open("wb") as file:
+        file.truncate(1 << 20)
+    made = subprocess.run(["losetup", "--find", "--show", image], capture_output=True, text=True, check=False)
+    if made.returncode != 0:
+        pytest.skip(f"no loop device: {made.stderr}")
+    device = Path(made.stdout.strip())
+    try:
+        with lab(tmp_path) as place:
+            assert asyncio.run(devices_open_in_a_vmm(place, device)) == {device.stat().st_rdev}
+            assert device.stat().st_uid == 0  # the host's own node stays root's
+    finally:
+        subprocess.run(["losetup", "--detach", device], check=True)
+
+
+async def devices_open_in_a_vmm(place: Lab, device: Path) -> set[int]:
+    """Numbers of the block devices that a VMM with this disk has open."""
+    vmm = QemuVmm(home=place.home, settings=VmmSettings(accel="tcg"), bundle=place.bundle)
+    vm = await vmm.boot(replace(place.spec("ia"), disk=Disk(path=device, format="raw", size=1 << 20)))
+    try:
+        return await asyncio.to_thread(_block_devices, vm.handle.pid)
+    finally:
+        await vm.kill()
+        await vmm.aclose()
+
+
+def _block_devices(pid: int) -> set[int]:
+    found = [descriptor.stat() for descriptor in Path(f"/proc/{pid}/fd").iterdir() if descriptor.exists()]
+    return {file.st_rdev for file in found if stat.S_ISBLK(file.st_mode)}
 
 
 def resident(path: Path) -> int:

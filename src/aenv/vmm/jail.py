@@ -66,7 +66,7 @@ def parameters(
     root_source: str,
     binds: list[tuple[str, str, bool]],
     links: list[tuple[str, str]],
-    devices: list[str],
+    devices: list[tuple[str, str]],
     uid: int,
     tap: tuple[str, str] | None,
     cgroup: str | None,
@@ -98,16 +98,20 @@ def open_tap(netns: str, tap: str) -> None:
 
 
 def build_root(
-    root_source: str, binds: list[tuple[str, str, bool]], links: list[tuple[str, str]], devices: list[str], uid: int
+    root_source: str,
+    binds: list[tuple[str, str, bool]],
+    links: list[tuple[str, str]],
+    devices: list[tuple[str, str]],
+    uid: int,
 ) -> None:
     """Make the root: a small read-only tmpfs, with `root_source` for a source by which to find this process again,
-    `binds` (source, target, writable), symlinks (name, target) and device nodes for `uid` alone."""
+    `binds` (source, target, writable), symlinks (name, target) and device nodes (source, name) for `uid` alone."""
     new_root = "/tmp"  # any directory there is: in our own mount namespace the others do not see it covered
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
     # Sources are opened first: what is below the new root's mount point could not be reached by name afterwards.
     sources = [os.open(source, os.O_PATH | os.O_CLOEXEC) for source, _, _ in binds]
     _mount(root_source, new_root, "tmpfs", _MS_NOSUID, "size=64k,nr_inodes=128,mode=755")
-    for descriptor, (source, target, writable) in zip(sources, binds, strict=True):
+    for descriptor, (_, target, writable) in zip(sources, binds, strict=True):
         place = new_root + target
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
             os.makedirs(place, exist_ok=True)
@@ -115,18 +119,17 @@ def build_root(
             os.makedirs(os.path.dirname(place), exist_ok=True)
             os.close(os.open(place, os.O_CREAT | os.O_WRONLY, 0o444))
         _mount(f"/proc/self/fd/{descriptor}", place, None, _MS_BIND)
-        # Block devices are the one kind of device node that is bound; the mount flag would forbid to open it.
-        flags = _MS_NOSUID | (0 if source.startswith("/dev/") else _MS_NODEV) | (0 if writable else _MS_RDONLY)
+        flags = _MS_NOSUID | _MS_NODEV | (0 if writable else _MS_RDONLY)
         _mount("none", place, None, _MS_REMOUNT | _MS_BIND | flags)
         os.close(descriptor)
     for target, points_to in links:
         os.symlink(points_to, new_root + target)
     os.makedirs(new_root + "/dev", exist_ok=True)
-    for device in devices:
-        number = os.stat(device)
-        os.mknod(new_root + device, number.st_mode, number.st_rdev)
-        os.chown(new_root + device, uid, uid)
-        os.chmod(new_root + device, 0o600)
+    for source, name in devices:
+        found = os.stat(source)
+        os.mknod(new_root + name, found.st_mode, found.st_rdev)
+        os.chown(new_root + name, uid, uid)
+        os.chmod(new_root + name, 0o600)
     os.chdir(new_root)
     # With both arguments the same the old root is stacked over the new one, and unmounting reveals it (pivot_root(2)).
     _call("pivot_root", b".", b".")

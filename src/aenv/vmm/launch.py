@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,7 +115,8 @@ def spawn(program: Program, spec: VmSpec, *, home: Path, cmdline: str, cgroup: P
             tap_fd=jail.TAP_FD,
         )
         files = [(spec.kernel, JailPath.KERNEL, False), (spec.initramfs, JailPath.INITRAMFS, False)]
-        files.append((spec.disk.path, JailPath.DISK, True))
+        if not spec.disk.is_device:
+            files.append((spec.disk.path, JailPath.DISK, True))
         if spec.disk.backing is not None:
             files.append((spec.disk.backing, JailPath.BACKING, False))
         return _start(
@@ -127,6 +129,7 @@ def spawn(program: Program, spec: VmSpec, *, home: Path, cmdline: str, cgroup: P
             listen_fd=listener.fileno(),
             tap=(str(spec.netns), spec.tap),
             cgroup=cgroup,
+            devices=[(str(spec.disk.path), JailPath.DISK)] if spec.disk.is_device else [],
             max_file_size=spec.disk.size + spec.disk.size // 1024 + _FILE_SLACK,
         )
     finally:
@@ -152,15 +155,17 @@ def _start(
     listen_fd: int | None = None,
     tap: tuple[str, str] | None = None,
     cgroup: Path | None = None,
+    devices: Sequence[tuple[str, str]] = (),
     max_file_size: int = OUTPUT_BYTES,
 ) -> int:
     """Spawn the jail that becomes `argv`."""
+    kvm = ("/dev/kvm",) if program.machine.accel == "kvm" else ()
     parameters = jail.parameters(
         argv=argv,
         root_source=root_source,
         binds=[*((path, path, False) for path in program.binds), *((str(a), b, w) for a, b, w in files)],
         links=list(program.links),
-        devices=["/dev/null", *(["/dev/kvm"] if program.machine.accel == "kvm" else [])],
+        devices=[(name, name) for name in ("/dev/null", *kvm)] + list(devices),
         uid=uid,
         tap=tap,
         cgroup=None if cgroup is None else str(cgroup),
