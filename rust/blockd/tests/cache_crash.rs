@@ -23,14 +23,16 @@ fn child() {
     let (dir, url) = arguments.split_once(' ').unwrap();
     let cache = cache(Path::new(dir), LIMIT);
     let layer = cache.open_layer(RemoteLayer::new(url, SIZE as u64)).unwrap();
+    let expected = content(SIZE);
     std::thread::scope(|scope| {
         for thread in 0..4_usize {
-            let layer = &layer;
+            let (layer, expected) = (&layer, &expected);
             scope.spawn(move || {
                 // Bounded: the parent kills long before.
                 for step in 0..20_000_usize {
                     let block = (step * (7 + 2 * thread) + thread * 11) % BLOCKS;
-                    read(layer, (block * BLOCK_LEN + step % 4096) as u64, 5000).unwrap();
+                    let from = block * BLOCK_LEN + step % 4096;
+                    assert!(read(layer, from as u64, 5000).unwrap() == expected[from..from + 5000]);
                     println!("read");
                 }
             });

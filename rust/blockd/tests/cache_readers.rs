@@ -136,6 +136,36 @@ fn the_bound_holds_and_the_cold_goes_first() {
 }
 
 #[test]
+fn readers_in_parallel_with_evictions_and_rot_see_only_right_bytes() {
+    const BLOCKS: usize = 40;
+    let dir = tempfile::tempdir().unwrap();
+    let server = Server::new(content(BLOCKS * BLOCK_LEN));
+    let limit = 10 * BLOCK_LEN as u64;
+    let cache = cache(dir.path(), limit);
+    let layer = open(&cache, &server);
+    let path = std::fs::read_dir(dir.path()).unwrap().flatten().map(|entry| entry.path());
+    let path = path.into_iter().find(|path| path.extension().is_some_and(|e| e == "data")).unwrap();
+    let rot = OpenOptions::new().write(true).open(path).unwrap();
+    std::thread::scope(|scope| {
+        for thread in 0..8_usize {
+            let (layer, content, rot) = (&layer, &server.shared.content, &rot);
+            scope.spawn(move || {
+                for step in 0..150_usize {
+                    let from = (step * (3 + 2 * thread) % BLOCKS) * BLOCK_LEN + step * 997 % 200_000;
+                    assert!(read(layer, from as u64, 9000).unwrap() == content[from..from + 9000]);
+                    if step % 10 == thread {
+                        rot.write_all_at(&[0xee; 64], from as u64).unwrap();
+                    }
+                }
+            });
+        }
+    });
+    settle(&cache);
+    let stats = cache.stats();
+    assert!(stats.used_bytes <= limit && stats.evicted > 0 && stats.damaged > 0, "{stats:?}");
+}
+
+#[test]
 fn a_smaller_bound_at_the_next_start_is_kept() {
     let dir = tempfile::tempdir().unwrap();
     let server = Server::new(content(32 * BLOCK_LEN));
