@@ -1,8 +1,11 @@
 # Every target does its own set-up and only what is missing.
-.PHONY: quickstart test build lint bench bench-storage lock clean
+.PHONY: quickstart stop test build lint bench bench-storage lock clean
 
 quickstart: ## from a checkout to a command run in a microVM
 	@scripts/quickstart.sh
+
+stop: ## the server; sandboxes go on
+	@scripts/stop.sh
 
 test: ## all tests, with real microVMs
 	@scripts/test.sh

@@ -17,7 +17,7 @@ healthy() { curl -fsS --noproxy '*' --max-time 2 -o /dev/null "$url/health" 2> /
 running_pid() {
     local pid
     pid=$(cat "$pid_file" 2> /dev/null) || return 1
-    [ -n "$pid" ] && tr '\0' ' ' < "/proc/$pid/cmdline" 2> /dev/null | grep -q 'aenv server' && echo "$pid"
+    [ -n "$pid" ] && grep -qs 'aenv.server' "/proc/$pid/cmdline" && echo "$pid"
 }
 
 code_is_newer() { [ -n "$(find src pyproject.toml "$home/guest/current" -newer "$pid_file" -not -path '*/__pycache__*' -type f,l -print -quit)" ]; }

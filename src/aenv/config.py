@@ -9,7 +9,7 @@ import os
 import tomllib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -176,7 +176,23 @@ def load(home: Path | None = None, environ: Mapping[str, str] | None = None) -> 
     values: dict[str, Any] = {}
     for name in sections:
         values[name] = _section(typing.get_type_hints(Settings)[name], name, tree.get(name, {}), path, environ)
+    _refuse_unknown_variables(sections, environ)
     return Settings(home=home, **values)
+
+
+CLIENT_VARIABLES = frozenset({"AENV_API_KEY", "AENV_API_URL"})
+"""Of the client and the key's own order of sources; they look like settings of [api]."""
+
+
+def _refuse_unknown_variables(sections: Iterable[str], environ: Mapping[str, str]) -> None:
+    """A mistyped variable would otherwise be a setting silently not made."""
+    for section in sections:
+        known = [
+            f"AENV_{section}_{key}".upper() for key in typing.get_type_hints(typing.get_type_hints(Settings)[section])
+        ]
+        for variable in environ:
+            if variable.startswith(f"AENV_{section}_".upper()) and variable not in {*known, *CLIENT_VARIABLES}:
+                raise ConfigError(f"unknown variable {variable}; known: {', '.join(sorted(known))}")
 
 
 def _read_toml(path: Path, *, required: bool) -> dict[str, Any]:

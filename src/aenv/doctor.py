@@ -3,14 +3,16 @@
 import asyncio
 import os
 import platform
+import re
 import shutil
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
 from aenv.config import Settings
-from aenv.errors import AenvError
+from aenv.errors import AenvError, ProvisionError
 
 MIN_FREE_GIB = 5
 MIN_KERNEL = (5, 14)
@@ -43,7 +45,8 @@ def examine(settings: Settings) -> list[Check]:
             checks.append(probe(settings))
         except (AenvError, OSError) as error:
             name = probe.__name__.strip("_").replace("_", " ")
-            checks.append(Check(name, Verdict.FAIL, str(error), "see the message"))
+            fix = "aenv setup" if isinstance(error, ProvisionError) else "see the message"
+            checks.append(Check(name, Verdict.FAIL, str(error), fix))
     return checks
 
 
@@ -64,7 +67,15 @@ def _privileges(settings: Settings) -> Check:
 
 
 def _tools(settings: Settings) -> Check:
-    needed = {"nft": "nftables", "ip": "iproute2", "qemu-img": "qemu-utils", "mke2fs": "e2fsprogs"}
+    needed = {
+        "nft": "nftables",
+        "ip": "iproute2",
+        "qemu-img": "qemu-utils",
+        "mke2fs": "e2fsprogs",
+        "mmdebstrap": "mmdebstrap",
+        "zstd": "zstd",
+        "lz4": "lz4",
+    }
     missing = sorted(package for tool, package in needed.items() if shutil.which(tool) is None)
     if missing:
         return Check("tools", Verdict.FAIL, f"missing: {', '.join(missing)}", f"apt-get install {' '.join(missing)}")
@@ -75,6 +86,14 @@ def _devices(settings: Settings) -> Check:
     if not Path("/dev/net/tun").is_char_device():
         return Check("devices", Verdict.FAIL, "no /dev/net/tun", "modprobe tun, or give the container the device")
     return Check("devices", Verdict.OK, "/dev/net/tun")
+
+
+def _network(settings: Settings) -> Check:
+    chains = subprocess.run(["nft", "list", "chains"], capture_output=True, text=True, timeout=10, check=False).stdout
+    if re.search(r"hook forward priority [^;]*; policy drop", chains):
+        fix = "accept forwarding from and to interfaces aenv*, e.g. in Docker's chain DOCKER-USER"
+        return Check("network", Verdict.WARN, "a firewall of this host drops forwarded packets by default", fix)
+    return Check("network", Verdict.OK, f"slots in {settings.network.cidr}; forwarding is not dropped by default")
 
 
 def _vmm(settings: Settings) -> Check:
@@ -150,6 +169,7 @@ PROBES: tuple[Callable[[Settings], Check], ...] = (
     _privileges,
     _tools,
     _devices,
+    _network,
     _guest,
     _vmm,
     _cgroups,

@@ -9,6 +9,7 @@ import typer
 
 from aenv.cli import profile
 from aenv.cli.client import client
+from aenv.cli.errors import CliError
 from aenv.cli.output import Output, err, out, print_json, wants_json
 from aenv.cli.profile import Profile
 from aenv.config import load
@@ -46,6 +47,8 @@ def login(
     ] = None,
 ) -> None:
     """Remember a server and its key, once the server has taken it."""
+    if api_url is not None and not api_url.startswith(("http://", "https://")):
+        raise CliError(f"--url {api_url!r}: it must begin with http:// or https://")
     if api_key is None:
         api_key = typer.prompt("API key", hide_input=True) if sys.stdin.isatty() else sys.stdin.readline().strip()
     url = (api_url or profile.local_url(load())).rstrip("/")

@@ -1,5 +1,6 @@
 """The control plane's client: one method per call, errors as CliError with the server's own message."""
 
+import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -8,7 +9,7 @@ from urllib.parse import quote, urlencode
 import httpx
 
 from aenv import __version__
-from aenv.cli.errors import INFRASTRUCTURE, CliError
+from aenv.cli.errors import CliError
 from aenv.cli.profile import Profile
 
 CREATE_TIMEOUT = 180.0
@@ -82,14 +83,14 @@ class ApiClient:
             )
         except httpx.ConnectError as error:
             raise CliError(
-                f"no server at {self.profile.api_url} ({error}); start it with `aenv server`, or set AENV_API_URL",
-                INFRASTRUCTURE,
+                f"no server at {self.profile.api_url} ({error}){_by_proxy()}; start it there with `aenv server`, "
+                "or name another with `aenv auth login` or AENV_API_URL"
             ) from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise CliError(f"{method} {self.profile.api_url}{path}: {error!r}", INFRASTRUCTURE) from error
+            raise CliError(f"{method} {self.profile.api_url}{path}: {error!r}{_by_proxy()}") from error
         if answer.is_success:
             return answer
-        raise CliError(message_of(answer), INFRASTRUCTURE)
+        raise CliError(message_of(answer))
 
 
 def message_of(answer: httpx.Response) -> str:
@@ -98,6 +99,11 @@ def message_of(answer: httpx.Response) -> str:
         return str(answer.json()["message"])
     except (ValueError, KeyError, TypeError):
         return f"the server answered {answer.status_code}: {answer.text[:200]}"
+
+
+def _by_proxy() -> str:
+    named = [name for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy") if os.environ.get(name)]
+    return f" through the proxy that {named[0]} names (NO_PROXY excepts hosts)" if named else ""
 
 
 @asynccontextmanager

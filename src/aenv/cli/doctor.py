@@ -3,6 +3,7 @@
 from dataclasses import asdict
 
 import typer
+from rich.markup import escape
 
 from aenv.cli.errors import CliError
 from aenv.cli.output import Output, out, print_json, wants_json
@@ -24,8 +25,12 @@ def doctor(output: Output = None) -> None:
     else:
         for check in checks:
             colour = COLOURS[check.verdict]
-            out.print(f"[{colour}]{check.verdict:4}[/{colour}]  {check.name:11} {check.found}", highlight=False)
+            out.print(
+                f"[{colour}]{check.verdict:4}[/{colour}]  {check.name:11} {escape(check.found)}",
+                highlight=False,
+                soft_wrap=True,
+            )
             if check.fix:
-                out.print(f"                  fix: {check.fix}", highlight=False)
+                out.print(f"                  fix: {escape(check.fix)}", highlight=False, soft_wrap=True)
     if failed := [check.name for check in checks if check.verdict is Verdict.FAIL]:
         raise CliError(f"sandboxes cannot run on this host: {', '.join(failed)}")

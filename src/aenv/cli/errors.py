@@ -10,5 +10,5 @@ class CliError(Exception):
         self.exit_code = exit_code
 
 
-INFRASTRUCTURE = 125
-"""Exit code of `aenv exec` when not the command but the platform failed (the convention of container tools)."""
+NOT_THE_COMMAND = 125
+"""Exit code of `aenv exec` that is never the command's own (the convention of container tools)."""

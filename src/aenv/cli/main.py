@@ -1,6 +1,5 @@
 """The `aenv` command: puts the groups together and turns every error into one readable line."""
 
-import os
 import sys
 from typing import Annotated
 
@@ -9,7 +8,7 @@ from rich.markup import escape
 
 from aenv import __version__
 from aenv.cli import auth, bench, doctor, image, node, sandboxes
-from aenv.cli.errors import INFRASTRUCTURE, CliError
+from aenv.cli.errors import CliError
 from aenv.cli.output import err
 from aenv.errors import AenvError
 
@@ -48,11 +47,7 @@ def main() -> None:
     except CliError as error:
         _fail(error.message, error.exit_code)
     except AenvError as error:
-        _fail(error.message, INFRASTRUCTURE)
-    except BrokenPipeError:
-        # Whoever read our output left; nothing more can be said there, not even by the interpreter's own flush.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
+        _fail(error.message, 1)
 
 
 def _fail(message: str, code: int) -> None:

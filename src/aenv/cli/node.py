@@ -46,4 +46,6 @@ def _need_server_extra() -> None:
     try:
         import fastapi  # noqa: F401
     except ModuleNotFoundError:
-        raise CliError("this is the client alone; install the server with: pip install 'aenv[server]'") from None
+        raise CliError(
+            "this is the client alone; on a node run `make quickstart` in a checkout, or: pip install '.[server]'"
+        ) from None

@@ -34,7 +34,7 @@ def wants_json(output: Format | None) -> bool:
 
 def print_json(value: Any) -> None:
     """One JSON document."""
-    sys.stdout.write(json.dumps(value, indent=2) + "\n")
+    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def print_rows(rows: Sequence[dict[str, Any]], columns: Sequence[str], output: Format | None) -> None:

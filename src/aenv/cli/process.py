@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from aenv.cli.client import ApiClient
-from aenv.cli.errors import INFRASTRUCTURE, CliError
+from aenv.cli.errors import CliError
 from aenv.guest.connect import ConnectClient, ConnectError
 from aenv.guest.envd import ENVD_PORT
 
@@ -74,7 +74,11 @@ class Processes:
 
 
 async def run(processes: Processes, command: Command, stdin: BinaryIO | None) -> int:
-    """Run it with our own standard streams; return its exit code. Ctrl-C kills it, and its end is still awaited."""
+    """Run it with our own standard streams; return its exit code.
+
+    Ctrl-C kills it, and its end is still awaited. If who reads our output leaves, that is a broken pipe to it as well.
+    """
+    pid: int | None = None
     interrupted = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, interrupted.set)
     beside: list[asyncio.Task[None]] = []
@@ -90,12 +94,18 @@ async def run(processes: Processes, command: Command, stdin: BinaryIO | None) ->
                 _write(event["data"])
             elif "end" in event:
                 return exit_code(event["end"])
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still buffered
+        if pid is not None:
+            with suppress(ConnectError):
+                await processes.signal(pid, "SIGNAL_SIGKILL")
+        return 128 + signal.SIGPIPE
     finally:
         asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
         for task in beside:
             task.cancel()
         await asyncio.gather(*beside, return_exceptions=True)
-    raise CliError("the command's end was not reported", INFRASTRUCTURE)
+    raise CliError("the command's end was not reported")
 
 
 async def _kill_when(interrupted: asyncio.Event, processes: Processes, pid: int) -> None:

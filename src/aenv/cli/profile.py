@@ -35,9 +35,11 @@ def resolve() -> Profile:
     saved = _saved()
     node = load()
     url, url_from = _first(("AENV_API_URL", "E2B_API_URL"), saved.get("api_url"), (local_url(node), "this machine"))
+    if not url.startswith(("http://", "https://")):
+        raise CliError(f"{url!r} (from {url_from}) is no URL: it must begin with http:// or https://")
     key, key_from = _first(("AENV_API_KEY", "E2B_API_KEY"), saved.get("api_key"), _servers_own_key(node))
     if not key:
-        raise CliError("no API key: set AENV_API_KEY, or run `aenv auth login`")
+        raise CliError("no API key: set AENV_API_KEY (or E2B_API_KEY), or run `aenv auth login`")
     sandbox_url = os.environ.get("AENV_SANDBOX_URL") or os.environ.get("E2B_SANDBOX_URL") or url
     return Profile(
         api_url=url.rstrip("/"),

@@ -7,9 +7,10 @@ import typer
 
 from aenv.cli import process, terminal
 from aenv.cli.client import ApiClient
-from aenv.cli.errors import CliError
+from aenv.cli.errors import NOT_THE_COMMAND, CliError
 from aenv.cli.output import Format, Output, err, left_until, out, print_json, print_rows, wants_json
 from aenv.cli.run import with_client
+from aenv.errors import AenvError
 
 app = typer.Typer()
 
@@ -78,7 +79,7 @@ def connect(sandbox_id: SandboxId, timeout: Timeout = DEFAULT_TIMEOUT, user: Use
     raise typer.Exit(with_client(work))
 
 
-app.command("cn", help="The same as connect.", hidden=True)(connect)
+app.command("cn", help="The same as connect.")(connect)
 
 
 @app.command("exec", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -91,9 +92,13 @@ def exec_(
 ) -> None:
     """Run a command in a sandbox. Standard input is passed when piped; the exit code is the command's.
 
-    One argument is a line for the shell, several are a program and its arguments. 125 means that not the command but
-    the platform failed.
+    One argument is a line for the shell, several are a program and its arguments. 125 is never the command's own: it
+    did not run, or its end is not known.
     """
+    if command[0] == "--":
+        command = command[1:]
+    if not command:
+        raise CliError("name the command to run")
     argv = ["/bin/bash", "-l", "-c", command[0]] if len(command) == 1 else ["/usr/bin/env", "--", *command]
     wanted = process.Command(argv=argv, envs=_pairs(env, "--env"), cwd=cwd, user=user)
     stdin = None if sys.stdin is None or sys.stdin.isatty() else sys.stdin.buffer
@@ -102,7 +107,11 @@ def exec_(
         sandbox = await api.get(sandbox_id)
         return await process.run(process.Processes(api, sandbox, user), wanted, stdin)
 
-    raise typer.Exit(with_client(work))
+    try:
+        code = with_client(work)
+    except (CliError, AenvError) as error:
+        raise CliError(error.message, NOT_THE_COMMAND) from error
+    raise typer.Exit(code)
 
 
 @app.command("ls")
@@ -152,7 +161,7 @@ def rm(
         raise CliError("; ".join(failures))
 
 
-@app.command()
+@app.command(context_settings={"ignore_unknown_options": True})  # a negative number is a bad number, no option
 def timeout(
     sandbox_id: SandboxId,
     seconds: Annotated[int, typer.Argument(min=0, help="Seconds from now; 0 ends it at once.")],

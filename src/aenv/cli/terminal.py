@@ -11,7 +11,7 @@ import tty
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from aenv.cli.errors import INFRASTRUCTURE, CliError
+from aenv.cli.errors import CliError
 from aenv.cli.process import Command, Processes, exit_code
 from aenv.guest.connect import ConnectError
 
@@ -77,7 +77,7 @@ async def attach(processes: Processes) -> int:
         if typing is not None:
             typing.cancel()
             await asyncio.gather(typing, return_exceptions=True)
-    raise CliError("the shell's end was not reported", INFRASTRUCTURE)
+    raise CliError("the shell's end was not reported")
 
 
 async def _send_keys(processes: Processes, pid: int, keyboard: Keyboard) -> None:

@@ -67,7 +67,10 @@ class ConnectClient:
                         return
                     yield payload
         except httpx.HTTPError as error:
-            raise GuestError(f"the connection to the sandbox broke: {error!r}") from error
+            raise GuestError(
+                f"the connection to the sandbox broke ({error or type(error).__name__}): the sandbox or the server "
+                "ended; if the sandbox goes on, so does the command"
+            ) from error
         raise GuestError("the stream ended without its end: the sandbox was killed or its daemon died")
 
 

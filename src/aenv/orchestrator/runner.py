@@ -66,9 +66,8 @@ class Runner:
         life, orders = step(self.record.life, event)
         ended_at = datetime.now(UTC) if life.position.stable is Stable.ENDED else None
         self.record = replace(self.record, life=life, ended_at=self.record.ended_at or ended_at)
-        log.info(
-            "sandbox", id=self.record.id, event_=type(event).__name__, detail=event.detail, position=str(life.position)
-        )
+        detail = {"detail": event.detail} if event.detail else {}
+        log.info(f"sandbox.{type(event).__name__}", id=self.record.id, position=str(life.position), **detail)
         self._write(event)
         if life.position != CREATING:
             self._settled.set()
@@ -135,7 +134,7 @@ class Runner:
     def _check_write(self, event: Event, written: "asyncio.Future[None]") -> None:
         if written.cancelled() or (error := written.exception()) is None:
             return
-        log.error("sandbox.write_failed", id=self.record.id, event_=type(event).__name__, error=str(error))
+        log.error("sandbox.write_failed", id=self.record.id, what=type(event).__name__, error=str(error))
         # A sandbox whose start is not recorded would be lost by a restart: it must not be handed out. Later rows may
         # fail without harm: the next start finds out from the node itself.
         if isinstance(event, CreateRequested | Launched) and self.record.life.position.stable is not Stable.ENDED:

@@ -67,6 +67,9 @@ class Store:
 
     def _open(self) -> sqlite3.Connection:
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        # SQLite gives its -wal and -shm files the mode of the database: private before there is anything in them.
+        self._path.touch(mode=0o600)
+        self._path.chmod(0o600)
         db = sqlite3.connect(self._path, isolation_level=None, timeout=5)
         # NORMAL in WAL mode survives the death of the process at any instant; a crash of the host ends every sandbox.
         db.executescript("PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL; PRAGMA foreign_keys=ON;")
@@ -75,7 +78,6 @@ class Store:
             db.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
         elif version != SCHEMA_VERSION:
             raise sqlite3.DatabaseError(f"schema version {version}, this program knows {SCHEMA_VERSION}")
-        self._path.chmod(0o600)
         return db
 
     def save(self, record: Record, event: str, detail: str) -> "asyncio.Future[None]":
