@@ -142,7 +142,7 @@ class TestNode:
         fresh = Cli(tmp_path)
         assert "aenv auth login" in (await fresh("ls")).error
         wrong = await fresh("auth", "login", "--url", node.url, "--key", "e2b_wrong")
-        assert wrong.code == 125
+        assert wrong.code == 1
         assert not (tmp_path / "config/aenv/credentials.json").exists()
         assert (await fresh("auth", "login", "--url", node.url + "/", stdin=f"{KEY}\n".encode())).code == 0
         saved = tmp_path / "config/aenv/credentials.json"
@@ -152,29 +152,30 @@ class TestNode:
         assert "aenv auth login" in (await fresh("ls")).error
 
     @pytest.mark.parametrize(
-        "arguments", [("exec", UNKNOWN, "true"), ("timeout", UNKNOWN, "5")], ids=lambda arguments: arguments[0]
+        ("arguments", "code"), [(("exec", UNKNOWN, "true"), 125), (("timeout", UNKNOWN, "5"), 1)], ids=str
     )
-    async def test_an_unknown_sandbox(self, cli: Cli, arguments: tuple[str, ...]) -> None:
+    async def test_an_unknown_sandbox(self, cli: Cli, arguments: tuple[str, ...], code: int) -> None:
         ran = await cli(*arguments)
-        assert (ran.code, ran.out) == (125, "")
+        assert (ran.code, ran.out) == (code, "")
         assert UNKNOWN in ran.error
 
     async def test_an_unknown_template(self, cli: Cli) -> None:
         ran = await cli("start", "-d", "no-such")
-        assert (ran.code, ran.error) == (125, "template 'no-such' not found")
+        assert (ran.code, ran.error) == (1, "template 'no-such' not found")
 
     async def test_a_wrong_key(self, node: Node, tmp_path: Path) -> None:
         ran = await Cli(tmp_path, AENV_API_URL=node.url, AENV_API_KEY="e2b_wrong")("ls")
-        assert ran.code == 125
+        assert ran.code == 1
         assert "key" in ran.error.lower()
 
 
 class TestAlone:
     async def test_no_server(self, lone: Cli) -> None:
         ran = await lone("ls")
-        assert ran.code == 125
+        assert ran.code == 1
         assert ran.error.startswith("no server at http://127.0.0.1:1")
         assert "aenv server" in ran.error
+        assert (await lone("exec", UNKNOWN, "--", "true")).code == 125
 
     async def test_no_key(self, tmp_path: Path) -> None:
         ran = await Cli(tmp_path)("ls")
