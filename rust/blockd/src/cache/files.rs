@@ -134,13 +134,17 @@ impl Files {
         let middle_at = if use_head { 1 } else { 0 };
         {
             let middle = &mut buf[from_head..wanted - from_tail];
-            let total = head_len + middle.len() + tail_len;
-            let mut parts = [
-                IoSliceMut::new(&mut head[..head_len]),
-                IoSliceMut::new(middle),
-                IoSliceMut::new(&mut tail[..tail_len]),
-            ];
-            if read_all(&self.data, &mut parts, u64::from(block) * BLOCK + start as u64, total)?.is_none() {
+            let at = u64::from(block) * BLOCK + start as u64;
+            let whole = if use_head || use_tail {
+                let total = head_len + middle.len() + tail_len;
+                let (head, tail) = (&mut head[..head_len], &mut tail[..tail_len]);
+                let mut parts = [IoSliceMut::new(head), IoSliceMut::new(middle), IoSliceMut::new(tail)];
+                read_all(&self.data, &mut parts, at, total)?.is_some()
+            } else {
+                // The kernel copies into one buffer faster than into several.
+                read_up_to(&self.data, middle, at)? == middle.len()
+            };
+            if !whole {
                 return Ok(Found::Bad);
             }
         }
