@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from aenv.config import ApiSettings, OrchestratorSettings, Settings
+from aenv.config import ApiSettings, ImageSettings, OrchestratorSettings, Settings
 from aenv.guest.provision import GuestBundle
 from aenv.images import plain
 from aenv.network.fake import FakeNetwork
@@ -64,7 +64,12 @@ class Node:
     max_slots: int = 1000
 
     def __post_init__(self) -> None:
-        self.settings = Settings(home=self.home, api=ApiSettings(port=0), orchestrator=self.limits)
+        self.settings = Settings(
+            home=self.home,
+            api=ApiSettings(port=0),
+            orchestrator=self.limits,
+            images=ImageSettings(store="plain"),  # a fake VMM reads no disk
+        )
         self.network = FakeNetwork(self.max_slots, self.net)
         self._stack: contextlib.AsyncExitStack | None = None
 
