@@ -108,21 +108,23 @@ fn is_path(shown: &[u8], wanted: &OsStr) -> bool {
 }
 
 fn find_anonymous(pid: u32, maps: &[u8], size: u64) -> Result<Mapping, CaptureError> {
-    // The block may have been split by advice about parts of it, so runs of areas count as well as single ones.
-    let mut runs: Vec<Mapping> = Vec::new();
-    let mut singles: Vec<Mapping> = Vec::new();
     let usable = |area: &Area<'_>| area.readable && area.writable && !area.shared;
-    for area in areas(maps).filter(|area| usable(area) && area.backing() == Backing::Anonymous) {
-        let next = Mapping { address: area.start, length: area.end - area.start, offset: 0 };
-        match runs.last_mut() {
-            Some(last) if last.address + last.length == next.address => last.length += next.length,
-            _ => runs.push(next),
+    let areas: Vec<Area<'_>> =
+        areas(maps).filter(|area| usable(area) && area.backing() == Backing::Anonymous).collect();
+    let mut found: Vec<Mapping> = Vec::new();
+    for (i, first) in areas.iter().enumerate() {
+        // The block may have been split by advice about parts of it, so areas that touch count together.
+        let mut end = first.start;
+        for area in areas[i..].iter().take_while(|area| area.end - first.start <= size) {
+            if area.start != end {
+                break;
+            }
+            end = area.end;
         }
-        singles.push(next);
+        if end - first.start == size {
+            found.push(Mapping { address: first.start, length: size, offset: 0 });
+        }
     }
-    let mut found: Vec<Mapping> = singles.into_iter().chain(runs).filter(|area| area.length == size).collect();
-    found.sort_by_key(|area| area.address);
-    found.dedup();
     match found[..] {
         [only] => Ok(only),
         [] => Err(CaptureError::Mapping(format!("process {pid} has no anonymous memory block of {size} bytes"))),

@@ -35,7 +35,6 @@ pub use scan::Method;
 use base::View;
 use output::{Output, Progress, Tracked};
 use pipeline::{Failure, Found, Work};
-use plan::Plan;
 use process::Process;
 use scan::Scanner;
 
@@ -55,14 +54,13 @@ pub fn capture(request: &Request) -> Result<Report, CaptureError> {
     let process = Process::open(request.pid, request.start_time)?;
     let backing = maps::check(&process, &request.mappings)?;
     let view = View::new(request.base.as_ref(), backing, request.size)?;
-    let scanner = Scanner::new(process.file("pagemap")?, page_size, backing, request.method);
+    let scanner = Scanner::new(Arc::new(process.file("pagemap")?), page_size, backing, request.method);
     let method = scanner.method();
     let output = Output::create(&request.output)?;
-    let plan = Plan::new(&process, scanner, &view, page_size, request.mappings.iter().copied());
     let work = Work { process: &process, view: &view, page_size, compare: request.compare };
     let prepared = started.elapsed();
 
-    let written = write_layer(request, &output, work, plan)?;
+    let written = write_layer(request, &output, work, &scanner)?;
 
     // Whatever was read by number was this process's, and from the memory it was said to have.
     process.check_alive()?;
@@ -104,7 +102,7 @@ struct Written {
     finish: Duration,
 }
 
-fn write_layer(request: &Request, output: &Output, work: Work<'_>, plan: Plan<'_>) -> Result<Written, CaptureError> {
+fn write_layer(request: &Request, output: &Output, work: Work<'_>, scanner: &Scanner) -> Result<Written, CaptureError> {
     let failed = |e: WriteLayerError| CaptureError::output(&request.output, e);
     let uuid = Uuid::random().map_err(|e| failed(e.into()))?;
     let info = LayerInfo { virtual_size: request.size, uuid, parent: work.view.parent(), user_tag: Vec::new() };
@@ -119,10 +117,11 @@ fn write_layer(request: &Request, output: &Output, work: Work<'_>, plan: Plan<'_
         let writer = LayerWriter::new(file, info).map_err(failed)?;
         let workers = std::thread::available_parallelism().map_or(*WORKERS.start(), usize::from);
         let workers = workers.clamp(*WORKERS.start(), *WORKERS.end());
-        let (found, writer) = pipeline::run(work, plan, writer, workers).map_err(|failure| match failure {
-            Failure::Read(e) => e,
-            Failure::Write(e) => failed(e),
-        })?;
+        let (found, writer) =
+            pipeline::run(work, &request.mappings, scanner, writer, workers).map_err(|failure| match failure {
+                Failure::Read(e) => e,
+                Failure::Write(e) => failed(e),
+            })?;
         let finishing = Instant::now();
         let (file, summary) = writer.finish().map_err(failed)?;
         drop(file);

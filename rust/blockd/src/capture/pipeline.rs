@@ -1,20 +1,21 @@
-//! Reading, sifting and writing at the same time.
+//! Scanning, reading, sifting and writing at the same time.
 //!
-//! Each worker takes a batch off the plan, reads it, sifts it, waits for its turn and appends what is left to the layer. So one
-//! worker's writing overlaps the others' reading, the layer comes out in the plan's order, no bytes move between cores, and
+//! Each worker takes a stripe of guest RAM at a time, finds what is dirty there, reads a batch, sifts it and appends what is left
+//! to the layer. Only the appending is one at a time, so it overlaps with the others' work; no bytes move between cores, and
 //! memory is bounded by two buffers for each worker.
 
 use std::io::Write;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use overlaybd::{LayerWriter, WriteLayerError};
 
 use super::base::View;
-use super::plan::{Origin, Plan, Run};
+use super::plan::{Origin, Plan, Run, Stripes};
 use super::process::Process;
+use super::scan::Scanner;
 use super::sift::{Counts, Sieve, Sifted};
-use super::CaptureError;
+use super::{CaptureError, Mapping};
 
 /// Bytes of a batch. Small enough to stay in a core's own cache between being read and being written.
 const BATCH: usize = 1 << 20;
@@ -28,6 +29,14 @@ pub struct Steps {
     pub sift: Duration,
     /// Writing the layer's data.
     pub write: Duration,
+}
+
+impl Steps {
+    fn add(&mut self, other: Self) {
+        self.read += other.read;
+        self.sift += other.sift;
+        self.write += other.write;
+    }
 }
 
 /// What the workers work on.
@@ -46,23 +55,15 @@ pub struct Work<'a> {
 /// What the workers share.
 struct Pipeline<'a, W> {
     work: Work<'a>,
-    plan: Mutex<Tickets<'a>>,
-    line: Mutex<Line<W>>,
-    moved: Condvar,
+    stripes: Stripes,
+    scanner: &'a Scanner,
+    layer: Mutex<Sink<W>>,
 }
 
-struct Tickets<'a> {
-    plan: Plan<'a>,
-    next: u64,
-}
-
-/// Who may write.
-struct Line<W> {
+struct Sink<W> {
     writer: LayerWriter<W>,
-    turn: u64,
     failure: Option<Failure>,
-    counts: Counts,
-    steps: Steps,
+    found: Found,
 }
 
 /// What stopped the pipeline.
@@ -85,8 +86,8 @@ impl From<overlaybd::ReadError> for Failure {
     }
 }
 
-/// What a pipeline found that came to its end.
-#[derive(Debug)]
+/// What the workers found, all together.
+#[derive(Debug, Default)]
 pub struct Found {
     /// Bytes found dirty.
     pub dirty_bytes: u64,
@@ -98,16 +99,16 @@ pub struct Found {
     pub steps: Steps,
 }
 
-/// Writes what the plan finds, with this many workers, the calling thread among them.
+/// Writes what is dirty in the mappings, with this many workers, the calling thread among them.
 pub fn run<W: Write + Send>(
     work: Work<'_>,
-    plan: Plan<'_>,
+    mappings: &[Mapping],
+    scanner: &Scanner,
     writer: LayerWriter<W>,
     workers: usize,
 ) -> Result<(Found, LayerWriter<W>), Failure> {
-    let line = Line { writer, turn: 0, failure: None, counts: Counts::default(), steps: Steps::default() };
-    let (plan, line) = (Mutex::new(Tickets { plan, next: 0 }), Mutex::new(line));
-    let pipeline = Pipeline { work, plan, line, moved: Condvar::new() };
+    let layer = Mutex::new(Sink { writer, failure: None, found: Found::default() });
+    let pipeline = Pipeline { work, stripes: Stripes::new(mappings), scanner, layer };
     std::thread::scope(|scope| {
         for _ in 1..workers {
             // Without another thread it only takes longer.
@@ -117,36 +118,40 @@ pub fn run<W: Write + Send>(
         }
         pipeline.work();
     });
-    let Tickets { plan, .. } = pipeline.plan.into_inner().unwrap_or_else(PoisonError::into_inner);
-    let Line { writer, failure, counts, steps, .. } =
-        pipeline.line.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let Sink { writer, failure, found } = pipeline.layer.into_inner().unwrap_or_else(PoisonError::into_inner);
     match failure {
         Some(failure) => Err(failure),
-        None => Ok((Found { dirty_bytes: plan.dirty_bytes, counts, scanning: plan.scanning, steps }, writer)),
+        None => Ok((found, writer)),
     }
 }
 
 impl<W: Write + Send> Pipeline<'_, W> {
     fn work(&self) {
+        let Work { process, view, page_size, .. } = self.work;
+        let mut plan = Plan::new(process, view, page_size, &self.stripes, self.scanner.clone());
         let mut steps = Steps::default();
-        let ended = self.batches(&mut steps);
-        let mut line = self.line();
-        line.steps.read += steps.read;
-        line.steps.sift += steps.sift;
-        line.steps.write += steps.write;
+        let ended = self.batches(&mut plan, &mut steps);
+        let mut layer = self.layer();
+        layer.found.dirty_bytes += plan.dirty_bytes;
+        layer.found.scanning += plan.scanning;
+        layer.found.steps.add(steps);
         if let Err(failure) = ended {
             // The first failure is the cause; others may follow from it.
-            line.failure.get_or_insert(failure);
-            self.moved.notify_all();
+            layer.failure.get_or_insert(failure);
+            self.stripes.clear();
         }
     }
 
-    fn batches(&self, steps: &mut Steps) -> Result<(), Failure> {
+    fn batches(&self, plan: &mut Plan<'_>, steps: &mut Steps) -> Result<(), Failure> {
         let mut buf = Vec::new();
         let mut sieve = Sieve::new(self.work.view, self.work.page_size, self.work.compare);
         let mut sifted = Sifted::default();
         let mut runs = Vec::new();
-        while let Some(ticket) = self.take(&mut runs)? {
+        loop {
+            plan.next(BATCH as u64, &mut runs)?;
+            if runs.is_empty() {
+                return Ok(());
+            }
             let started = Instant::now();
             let len: usize = runs.iter().map(|run| run.len as usize).sum();
             buf.resize(len.max(buf.len()), 0);
@@ -155,28 +160,17 @@ impl<W: Write + Send> Pipeline<'_, W> {
             sieve.sift(&runs, &mut buf[..len], &mut sifted)?;
             steps.read += read - started;
             steps.sift += read.elapsed();
-            let Some(mut line) = self.wait(ticket) else { return Ok(()) };
+            let mut layer = self.layer();
             let started = Instant::now();
-            let written = write(&mut line.writer, &sifted, &buf);
+            let written = write(&mut layer.writer, &sifted, &buf);
             steps.write += started.elapsed();
             written.map_err(Failure::Write)?;
-            line.counts.add(sifted.counts);
-            line.turn += 1;
-            self.moved.notify_all();
+            layer.found.counts.add(sifted.counts);
         }
-        Ok(())
     }
 
-    /// The next batch and its number; none at the end, or if another worker has failed.
-    fn take(&self, runs: &mut Vec<Run>) -> Result<Option<u64>, CaptureError> {
-        let mut tickets = self.plan.lock().unwrap_or_else(PoisonError::into_inner);
-        if self.line().failure.is_some() {
-            return Ok(None);
-        }
-        tickets.plan.next(BATCH as u64, runs)?;
-        let ticket = tickets.next;
-        tickets.next += 1;
-        Ok((!runs.is_empty()).then_some(ticket))
+    fn layer(&self) -> MutexGuard<'_, Sink<W>> {
+        self.layer.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn read(&self, runs: &[Run], mut buf: &mut [u8]) -> Result<(), CaptureError> {
@@ -197,19 +191,6 @@ impl<W: Write + Send> Pipeline<'_, W> {
             }
         }
         Ok(())
-    }
-
-    fn line(&self) -> MutexGuard<'_, Line<W>> {
-        self.line.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Waits until the batches before this one are written; none if that will never be.
-    fn wait(&self, ticket: u64) -> Option<MutexGuard<'_, Line<W>>> {
-        let mut line = self.line();
-        while line.turn != ticket && line.failure.is_none() {
-            line = self.moved.wait(line).unwrap_or_else(PoisonError::into_inner);
-        }
-        line.failure.is_none().then_some(line)
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::base::View;
@@ -43,14 +44,47 @@ impl Run {
     }
 }
 
-/// Walks guest RAM and hands out what may differ from the base, in order of the request's mappings.
+/// Bytes of guest RAM a worker takes at a time: enough that taking costs nothing, few enough that all workers have their share.
+const STRIPE: u64 = 16 << 20;
+
+/// Guest RAM that no worker has taken yet.
+pub struct Stripes(Mutex<VecDeque<Mapping>>);
+
+impl Stripes {
+    pub fn new(mappings: &[Mapping]) -> Self {
+        Self(Mutex::new(mappings.iter().copied().collect()))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, VecDeque<Mapping>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn take(&self) -> Option<Mapping> {
+        let mut left = self.lock();
+        let first = left.front_mut()?;
+        let taken = Mapping { length: first.length.min(STRIPE), ..*first };
+        match taken.length == first.length {
+            true => drop(left.pop_front()),
+            false => *first = first.without(taken.length),
+        }
+        Some(taken)
+    }
+
+    /// Leaves nothing to take.
+    pub fn clear(&self) {
+        self.lock().clear();
+    }
+}
+
+/// One worker's part in walking guest RAM: finds what may differ from the base.
 pub struct Plan<'a> {
     process: &'a Process,
-    scanner: Scanner,
     view: &'a View,
     page_size: u64,
-    /// What is still to be scanned.
-    mappings: VecDeque<Mapping>,
+    stripes: &'a Stripes,
+    scanner: Scanner,
+    /// The stripe at hand, as far as it is still to be scanned.
+    stripe: Option<Mapping>,
     found: VecDeque<Run>,
     dirty: Vec<Range<u64>>,
     /// Bytes found dirty so far.
@@ -60,19 +94,14 @@ pub struct Plan<'a> {
 }
 
 impl<'a> Plan<'a> {
-    pub fn new(
-        process: &'a Process,
-        scanner: Scanner,
-        view: &'a View,
-        page_size: u64,
-        mappings: impl IntoIterator<Item = Mapping>,
-    ) -> Self {
+    pub fn new(process: &'a Process, view: &'a View, page_size: u64, stripes: &'a Stripes, scanner: Scanner) -> Self {
         Self {
             process,
-            scanner,
             view,
             page_size,
-            mappings: mappings.into_iter().collect(),
+            stripes,
+            scanner,
+            stripe: None,
             found: VecDeque::new(),
             dirty: Vec::new(),
             dirty_bytes: 0,
@@ -86,10 +115,11 @@ impl<'a> Plan<'a> {
         let mut left = bytes;
         while left > 0 && runs.len() < MAX_IOVECS {
             let Some(run) = self.found.front_mut() else {
-                match self.scan(left / self.page_size)? {
-                    true => continue,
-                    false => break,
-                }
+                let Some(stripe) = self.stripe.take().or_else(|| self.stripes.take()) else { break };
+                let started = Instant::now();
+                self.scan(stripe, left / self.page_size)?;
+                self.scanning += started.elapsed();
+                continue;
             };
             let taken = run.take(left);
             if run.len == 0 {
@@ -101,18 +131,15 @@ impl<'a> Plan<'a> {
         Ok(())
     }
 
-    /// Scans a stretch; false if nothing is left.
-    fn scan(&mut self, max_pages: u64) -> Result<bool, CaptureError> {
-        let Some(mapping) = self.mappings.front_mut() else { return Ok(false) };
-        let started = Instant::now();
+    fn scan(&mut self, stripe: Mapping, max_pages: u64) -> Result<(), CaptureError> {
         self.dirty.clear();
-        let (start, end) = (mapping.address, mapping.address + mapping.length);
+        let (start, end) = (stripe.address, stripe.address + stripe.length);
         let known = self
             .scanner
             .next(start..end, max_pages.max(1), &mut self.dirty)
             .map_err(|e| self.process.failed("pagemap", e))?;
         // Addresses to places in the image.
-        let place = |address: u64| mapping.offset + (address - start);
+        let place = |address: u64| stripe.offset + (address - start);
         let mut at = start;
         for range in self.dirty.iter().chain(std::iter::once(&(known..known))) {
             self.view.hidden(place(at), place(range.start), self.page_size, |from, to| {
@@ -125,11 +152,7 @@ impl<'a> Plan<'a> {
             self.dirty_bytes += len;
             at = range.end;
         }
-        match known == end {
-            true => drop(self.mappings.pop_front()),
-            false => *mapping = Mapping { address: known, length: end - known, offset: place(known) },
-        }
-        self.scanning += started.elapsed();
-        Ok(true)
+        self.stripe = (known < end).then(|| stripe.without(known - start));
+        Ok(())
     }
 }

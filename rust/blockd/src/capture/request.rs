@@ -31,6 +31,11 @@ impl fmt::Display for Mapping {
 }
 
 impl Mapping {
+    /// All but the first `len` bytes.
+    pub(super) fn without(self, len: u64) -> Self {
+        Self { address: self.address + len, length: self.length - len, offset: self.offset + len }
+    }
+
     /// Whether `next` goes on where this one ends, in memory and in the image.
     pub(super) fn touches(&self, next: &Self) -> bool {
         self.address + self.length == next.address && self.offset + self.length == next.offset

@@ -8,6 +8,7 @@ use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
+use std::sync::Arc;
 
 use serde::Serialize;
 use zerocopy::IntoBytes;
@@ -32,9 +33,10 @@ const WORD_PRESENT: u64 = 1 << 63;
 /// Words read at once.
 const WORDS: usize = 8192;
 
-/// Finds dirty pages in one process.
+/// Finds dirty pages in one process. Clones share the open file.
+#[derive(Clone)]
 pub struct Scanner {
-    pagemap: File,
+    pagemap: Arc<File>,
     page_size: u64,
     wanted: sys::Categories,
     method: Method,
@@ -44,7 +46,7 @@ pub struct Scanner {
 
 impl Scanner {
     /// Takes `/proc/<pid>/pagemap`. Without a method given, the fastest one the kernel has.
-    pub fn new(pagemap: File, page_size: u64, backing: Backing, method: Option<Method>) -> Self {
+    pub fn new(pagemap: Arc<File>, page_size: u64, backing: Backing, method: Option<Method>) -> Self {
         let zero = match backing {
             // Read but never written: as good as not there.
             Backing::Anonymous => sys::PAGE_IS_PFNZERO,

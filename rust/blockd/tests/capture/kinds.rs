@@ -250,8 +250,8 @@ fn guest_ram_is_found() {
     let odd = 7919 * PAGE;
     let mut block = Memory::anonymous(odd);
     block.page_mut(3).fill(3);
-    // Splits the block in two for the kernel.
-    block.advise(0..64 * PAGE, libc::MADV_DONTDUMP);
+    // Makes it differ from its neighbours, and splits it in two, for the kernel.
+    assert!(block.advise(0..odd, libc::MADV_DONTDUMP) && block.advise(0..64 * PAGE, libc::MADV_SEQUENTIAL));
     let guest = Guest::fork(None);
 
     let mut found = find_mappings(guest.pid(), Ram::File(&path)).expect("mapped");
