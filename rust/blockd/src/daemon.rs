@@ -110,7 +110,7 @@ pub fn run(options: &Options) -> Result<(), Error> {
         .map_err(|e| Error::io("starting the control runtime", &e))?;
     let served = runtime.block_on(serve(options, lock, service.clone()));
     runtime.shutdown_timeout(LAST_WAIT);
-    service.flush();
+    service.end();
     drop(mount);
     served
 }

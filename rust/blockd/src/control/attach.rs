@@ -10,24 +10,33 @@ use super::request::{Attach, Detach, Target};
 use super::service::text;
 use super::Service;
 use crate::image::{check_name, Attached, UpperDir};
-use crate::{Code, Error};
+use crate::{ublk, Code, Error};
 
 /// How long a detach waits for handles to be closed: the kernel closes those of a killed VMM a while after its end.
 const PATIENCE: Duration = Duration::from_secs(5);
 
+/// How an image is to be served.
+enum Wanted<'a> {
+    File,
+    /// A file although a block device was looked for, and why.
+    FileInstead(String),
+    Device(&'a ublk::Driver),
+}
+
 impl Service {
     pub(super) fn attach(&self, request: &Attach) -> Result<Value, Error> {
         check_name(&request.image)?;
-        let target = self.choose(request.target)?;
+        let wanted = self.choose(request)?;
         let place = self.table.reserve(&request.image)?;
         let (image, upper) = self.open(request)?;
         let extents = image.stack().extents() + image.upper().map_or(0, |upper| upper.stats().extents);
         let (size, layers) = (image.size(), image.stack().layers().len());
         let image = Arc::new(Attached::new(&request.image, place.node(), image, upper, request.owner, request.record));
-        let mut fallback = target.err();
-        if fallback.is_none() && self.wants_device(request.target) {
-            fallback = self.start_device(request, &image)?;
-        }
+        let fallback = match wanted {
+            Wanted::File => None,
+            Wanted::FileInstead(reason) => Some(reason),
+            Wanted::Device(driver) => self.start_device(driver, request, &image)?,
+        };
         place.publish(image);
         let (path, target) = self.place(&request.image);
         tracing::info!(image = request.image, size, layers, extents, target, fallback, "attached");
@@ -63,22 +72,24 @@ impl Service {
         Ok((image, Some(dir)))
     }
 
-    /// `Err` holds why an image that could be a block device will be a file.
-    fn choose(&self, target: Target) -> Result<Result<(), String>, Error> {
-        match (target, &self.targets.ublk) {
+    fn choose(&self, request: &Attach) -> Result<Wanted<'_>, Error> {
+        match (request.target, &self.targets.ublk) {
+            (Target::Fuse, _) => Ok(Wanted::File),
+            // Only a file shares the kernel's cache of a read-only image with those who map it.
+            (Target::Auto, _) if request.upper.is_none() => Ok(Wanted::File),
+            (Target::Auto, Err(reason)) => Ok(Wanted::FileInstead(reason.clone())),
             (Target::Ublk, Err(reason)) => Err(Error::new(Code::Unsupported, format!("no ublk: {reason}"))),
-            (Target::Auto, Err(reason)) => Ok(Err(reason.clone())),
-            _ => Ok(Ok(())),
+            (_, Ok(driver)) => Ok(Wanted::Device(driver)),
         }
     }
 
-    fn wants_device(&self, target: Target) -> bool {
-        target != Target::Fuse
-    }
-
     /// Starts a block device; gives why there is none if FUSE will do instead.
-    fn start_device(&self, request: &Attach, image: &Arc<Attached>) -> Result<Option<String>, Error> {
-        let Ok(driver) = &self.targets.ublk else { return Ok(None) };
+    fn start_device(
+        &self,
+        driver: &ublk::Driver,
+        request: &Attach,
+        image: &Arc<Attached>,
+    ) -> Result<Option<String>, Error> {
         match driver.start(image.clone()) {
             Ok(device) => {
                 self.devices().insert(request.image.clone(), device);
@@ -119,11 +130,16 @@ impl Service {
 
     /// Ends the block device, if there is one, and brings what must stay to stable storage.
     fn stop(&self, image: &Attached, discard: bool) -> Result<(), Error> {
+        let what = || format!("detaching image {}", image.name());
         let device = self.devices().remove(image.name());
         if let Some(device) = device {
+            if device.is_claimed() {
+                let message = format!("{}: {} is mounted or held", what(), device.path().display());
+                self.devices().insert(image.name().to_owned(), device);
+                return Err(Error::new(Code::Busy, message));
+            }
             device.stop()?;
         }
-        let what = || format!("detaching image {}", image.name());
         match (image.is_writable(), discard) {
             (false, _) => Ok(()),
             (true, false) => image.flush().map_err(|e| Error::io(what(), &e.into())),

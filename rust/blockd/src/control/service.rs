@@ -65,8 +65,9 @@ impl Service {
         }
     }
 
-    /// Brings all writes to stable storage, as far as possible: before the daemon ends.
-    pub fn flush(&self) {
+    /// Ends all block devices and brings all writes to stable storage, as far as possible: before the daemon ends.
+    pub fn end(&self) {
+        self.devices().clear();
         for image in self.table.after(0).into_iter().filter(|image| image.is_writable()) {
             if let Err(error) = image.flush() {
                 tracing::error!(image = image.name(), %error, "the last flush failed");
