@@ -15,12 +15,14 @@ import pytest
 from pyroute2 import IPRoute
 from pyroute2.netlink.nfnetlink.nfctsocket import NFCTAttrTuple, NFCTSocket
 
-from aenv.config import NetworkSettings, Settings
+from aenv.config import NetworkSettings, Settings, VmmSettings
 from aenv.errors import BadRequest, NetworkError, TooManyRequests
 from aenv.network import namespace, nft, rules
 from aenv.network.layout import NETNS_DIRECTORY, Layout
+from aenv.network.policy import compile_policy
 from aenv.network.pool import SlotPool
 from aenv.network.protocol import EgressPolicy, Slot
+from aenv.network.slots import IndexTaken, Slots
 
 sys.path.insert(0, str(Path(__file__).parent))
 from netlab import DNS, HOST_SIDE, INTERNAL_WEB, INTERNET, OTHER_WEB, WEB, Guest, World, inside
@@ -180,6 +182,83 @@ async def test_other_sandboxes_are_denied_across_homes(world: World, tmp_path: P
         async with guest_in(first) as guest:  # the other home's end took nothing of this one
             assert not await guest.reaches(INTERNAL_WEB, 81)
             assert await guest.reaches(INTERNAL_WEB, 80)
+
+
+class Call:
+    """A connection of the host to a server in the guest, as the proxy has them."""
+
+    def __init__(self, guest: Guest, slot: Slot) -> None:
+        self._server, self._address = guest.tcp(), slot.address
+        self._server.bind(("0.0.0.0", 49983))
+        self._server.listen()
+
+    async def connect(self) -> None:
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(5):
+            self._reader, self._writer = await asyncio.open_connection(self._address, 49983)
+            self._accepted, _ = await loop.sock_accept(self._server)
+
+    async def guest_speaks(self) -> None:
+        """Raises TimeoutError when what the guest sends first does not arrive."""
+        async with asyncio.timeout(5):
+            await asyncio.get_running_loop().sock_sendall(self._accepted, b"x")
+            assert await self._reader.readexactly(1) == b"x"
+
+    def close(self) -> None:
+        self._writer.transport.abort()
+        self._accepted.close()
+        self._server.close()
+
+
+async def test_homes_side_by_side_leave_each_others_connections_alone(world: World, tmp_path: Path) -> None:
+    """Their ranges of addresses and users differ, so their indexes are the same."""
+    beside = replace(settings(tmp_path / "b", cidr="10.221.0.0/24", pool_size=0), vmm=VmmSettings(uid_base=3_000_000))
+    async with running(settings(tmp_path / "a", cidr="10.220.0.0/24", pool_size=0)) as one, running(beside) as other:
+        indexes = set()
+        kept = await one.acquire(EgressPolicy())
+        async with guest_in(kept) as guest:
+            call = Call(guest, kept)
+            await call.connect()
+            with await guest.connect(WEB, 80) as outwards:
+                for _ in range(2):
+                    taken = [await other.acquire(EgressPolicy()) for _ in range(10)]
+                    indexes |= {slot.index for slot in taken}
+                    for slot in taken:
+                        await other.release(slot)
+                    await call.guest_speaks()
+                    assert await answers(outwards)
+            call.close()
+        assert kept.index in indexes
+
+
+async def test_a_user_is_one_slot_s_among_all_homes(tmp_path: Path) -> None:
+    """Two indexes in each range, so two users for both homes: who finds none is told, and gets one when it is free."""
+    async with (
+        running(settings(tmp_path / "a", cidr="10.220.0.0/29", pool_size=0)) as one,
+        running(settings(tmp_path / "b", cidr="10.221.0.0/29", pool_size=0)) as other,
+    ):
+        first, second = await one.acquire(EgressPolicy()), await other.acquire(EgressPolicy())
+        assert {first.index, second.index} == {0, 1}
+        for pool in (one, other):
+            with pytest.raises(NetworkError, match=r"another home holds .* user"):
+                await pool.acquire(EgressPolicy())
+        await other.release(second)
+        assert (await one.acquire(EgressPolicy())).index == second.index
+
+
+async def test_a_late_removal_spares_the_next_home_at_the_address(world: World, tmp_path: Path) -> None:
+    """Both homes have the same range. A slot that never got its address, or lost it, says nothing of who has it now."""
+    async with running(settings(tmp_path / "a", pool_size=0)) as one:
+        slot = await one.acquire(EgressPolicy())
+        other = Slots(Layout.of(settings(tmp_path / "b")), ())
+        await asyncio.to_thread(other.prepare, frozenset())
+        async with guest_in(slot) as guest:
+            with await guest.connect(WEB, 80) as outwards:
+                with pytest.raises(IndexTaken):
+                    await asyncio.to_thread(other.create, slot.index, compile_policy(EgressPolicy()))
+                await asyncio.to_thread(other.remove, [slot.index])
+                assert await answers(outwards)
+        await asyncio.to_thread(other.remove_table)
 
 
 async def first_heard(outer: socket.socket, slot: Slot) -> bytes:
@@ -485,7 +564,7 @@ async def test_a_flushed_host_table_comes_back(world: World, tmp_path: Path, mon
         async with guest_in(slot) as guest, asyncio.timeout(10):
             while not await guest.reaches(WEB, 80):
                 pass
-        assert not await asyncio.to_thread(pool._slots.restore_table, frozenset({slot.index}))
+        assert not await asyncio.to_thread(pool._slots.restore_table)
 
 
 async def test_aclose_keeps_slots_in_use(world: World, tmp_path: Path) -> None:

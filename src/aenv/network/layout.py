@@ -24,10 +24,19 @@ GUEST_MAC = "02:ae:00:00:00:15"
 _LINK_NAME_LIMIT = 15
 """IFNAMSIZ less the final NUL: four letters, six of the tag, five digits of the index."""
 
+UID_TABLE = 0x61656E76
+"""A routing table that no rule consults ("aenv" in ASCII): its routes say which users are taken, by which link."""
+
 
 @dataclass(frozen=True)
 class Layout:
-    """`tag` tells the homes on one machine apart; `cidr` is cut into /30s: host side .1, slot side .2 of each."""
+    """`tag` tells the homes on one machine apart; `cidr` is cut into /30s: host side .1, slot side .2 of each.
+
+    All homes share the host's kernel, so every name in it is either marked with the tag (table, links, link group,
+    namespaces) or claimed by a route through the slot's link that only one home can have: the slot's address, and the
+    user of its VMM. What else belongs to a slot (its connections' mark) is computed from a claimed value, never from
+    the index, which every home counts from 0.
+    """
 
     tag: str
     cidr: IPv4Network
@@ -93,9 +102,17 @@ class Layout:
         """Who may open the slot's tap: the user its VMM runs as."""
         return self.uid_base + index
 
+    def uid_claim(self, index: int) -> str:
+        """The destination in UID_TABLE that stands for the user: its number written as an address."""
+        return f"{IPv4Address(self.uid(index))}/32"
+
+    def index_of_uid_claim(self, address: str) -> int | None:
+        index = int(IPv4Address(address)) - self.uid_base
+        return index if 0 <= index < self.size else None
+
     def mark(self, index: int) -> int:
-        """The conntrack mark, on the host, of a slot's connections: 0xae and the index."""
-        return 0xAE000000 | index
+        """The conntrack mark, on the host, of a slot's connections: its address, which no other home can have."""
+        return int(self.slot_address(index))
 
     def slot(self, index: int) -> Slot:
         return Slot(index=index, netns=self.netns(index), tap=TAP, mac=GUEST_MAC, address=str(self.slot_address(index)))

@@ -66,7 +66,8 @@ class SlotPool:
         self._idle: deque[int] = deque()
         self._waiters: deque[asyncio.Future[_Lease]] = deque()
         self._doomed: dict[int, asyncio.Event] = {}
-        self._foreign: set[int] = set()
+        self._foreign: dict[int, None] = {}
+        """Indexes other homes hold, the one tried longest ago first."""
         self._wanted = asyncio.Event()
         self._returned = asyncio.Event()
         self._closing = asyncio.Event()
@@ -77,7 +78,7 @@ class SlotPool:
         for index in in_use.keys() - policies.keys():
             log.error("a network slot in use is outside network.cidr and removed", slot=index, slots=self._layout.size)
         found = await self._in(self._changes, self._slots.prepare, frozenset(policies))
-        self._foreign = set(found.foreign)
+        self._foreign = dict.fromkeys(sorted(found.foreign))
         if found.removed:
             log.info("removed network slots left behind by an earlier server", slots=len(found.removed))
         for index, policy in policies.items():
@@ -212,10 +213,10 @@ class SlotPool:
         while not self._closing.is_set():
             self._wanted.clear()
             room = self._limit - len(self._used)
-            if len(self._idle) >= min(self._spare + len(self._waiters), room):
+            index = self._next_index()
+            if index is None or len(self._idle) >= min(self._spare + len(self._waiters), room):
                 await self._wanted.wait()
                 continue
-            index = self._next_index()
             try:
                 sockets = await self._in(self._changes, self._slots.create, index, _OPEN)
                 try:
@@ -223,15 +224,20 @@ class SlotPool:
                 except NetworkError:
                     self._doom(index)
                     raise
-            except IndexTaken:
-                self._foreign.add(index)
             except NetworkError as error:
+                if isinstance(error, IndexTaken):
+                    tried_before = index in self._foreign
+                    self._foreign.pop(index, None)
+                    self._foreign[index] = None
+                    if not tried_before:
+                        continue
                 for waiter in self._waiters:
                     if not waiter.done():
                         waiter.set_exception(NetworkError(error.message))
                 await trouble.met(error, self._wanted)
             else:
                 trouble.over()
+                self._foreign.pop(index, None)
                 self._offer(index)
 
     def _offer(self, index: int) -> None:
@@ -242,13 +248,13 @@ class SlotPool:
                 return
         self._idle.append(index)
 
-    def _next_index(self) -> int:
+    def _next_index(self) -> int | None:
         taken = {*self._used, *self._idle, *self._doomed, *self._foreign}
         free = next((index for index in range(self._layout.size) if index not in taken), None)
-        if free is not None:
-            return free
-        # All addresses are taken, in part perhaps by homes that have given theirs back since.
-        return min(self._foreign, default=0)
+        if free is None and self._foreign:
+            # Other homes may have given theirs back since: the one that was tried longest ago.
+            return next(iter(self._foreign))
+        return free
 
     async def _reap(self) -> None:
         """Remove the slots given back, all there are at a time."""
@@ -280,9 +286,8 @@ class SlotPool:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(GUARD_SECONDS):
                     await self._closing.wait()
-            live = frozenset((*self._used, *self._idle))
             try:
-                if not self._closing.is_set() and await self._in(self._changes, self._slots.restore_table, live):
+                if not self._closing.is_set() and await self._in(self._changes, self._slots.restore_table):
                     log.warning("the host's nftables table was gone and has been restored", table=self._layout.table)
             except NetworkError as error:
                 await trouble.met(error, self._closing)

@@ -153,9 +153,12 @@ def host_ruleset(layout: Layout, internal: Iterable[IPv4Network], slots: Iterabl
     table.rule("arriving", _ne(_meta("iifname"), f"{layout.link_prefix}*"), ACCEPT)
     table.rule("arriving", _eq(_meta("nfproto"), "ipv6"), DROP)
     # The mark finds a slot's connections again when it is given back.
-    table.rule("arriving", {"mangle": {"key": _ct("mark"), "value": {"map": {"key": source, "data": "@slots"}}}})
-    table.rule("arriving", replying, ACCEPT)
-    table.rule("arriving", _ne({"fib": {"result": "type", "flags": ["daddr"]}}, "unicast"), DROP)
+    marking = {"mangle": {"key": _ct("mark"), "value": {"map": {"key": source, "data": "@slots"}}}}
+    table.rule("arriving", marking, {"goto": {"target": "known"}})
+    table.rule("arriving", DROP)  # a slot that is being removed, or a source that is no slot's
+    table.chain("known")
+    table.rule("known", replying, ACCEPT)
+    table.rule("known", _ne({"fib": {"result": "type", "flags": ["daddr"]}}, "unicast"), DROP)
 
     table.chain("forward", hook="forward", type="filter", prio=-10, policy="accept")
     table.rule("forward", from_slot, to_any_slot, DROP)

@@ -7,7 +7,7 @@ import contextlib
 import errno
 import os
 import socket
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
@@ -18,7 +18,7 @@ from pyroute2.netlink.nfnetlink.nfctsocket import NFCTSocket
 
 from aenv.errors import NetworkError
 from aenv.network import namespace, nft, rules
-from aenv.network.layout import GUEST_MAC, NETNS_DIRECTORY, TAP, UPLINK, Layout
+from aenv.network.layout import GUEST_MAC, NETNS_DIRECTORY, TAP, UID_TABLE, UPLINK, Layout
 from aenv.network.policy import CompiledPolicy
 from aenv.network.protocol import GATEWAY_ADDRESS, GUEST_ADDRESS
 
@@ -38,7 +38,7 @@ _SLOT_SYSCTLS = (
 
 
 class IndexTaken(NetworkError):
-    """Another home on this machine holds the addresses of this index: use the next."""
+    """Another home on this machine holds the address or the user of this index: use the next."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class SlotSockets:
 
 @dataclass(frozen=True)
 class Found:
-    """What `prepare` met: slots it removed, and indexes whose addresses another home holds."""
+    """What `prepare` met: slots it removed, and indexes whose addresses or users another home holds."""
 
     removed: frozenset[int]
     foreign: frozenset[int]
@@ -84,7 +84,7 @@ class Slots:
             leftovers = self.existing() - in_use
             nft.apply(rules.host_ruleset(self._layout, self._internal, sorted(in_use)))
             self._remove(leftovers)
-            return Found(removed=frozenset(leftovers), foreign=frozenset(self._routed() - in_use))
+            return Found(removed=frozenset(leftovers), foreign=frozenset(self._claimed() - in_use))
 
     def existing(self) -> set[int]:
         """The indexes of this home's slots: what has a namespace or a link on the host."""
@@ -139,17 +139,13 @@ class Slots:
         """
         with _mapped(f"remove network slots {', '.join(map(str, sorted(indexes)))}"):
             self._remove(indexes)
-            # The host's table of connections; a slot's own goes with its namespace.
-            with NFCTSocket() as conntrack:
-                for index in indexes:
-                    conntrack.flush(mark=self._layout.mark(index), mark_mask=0xFFFFFFFF)
 
-    def restore_table(self, slots: frozenset[int]) -> bool:
-        """Make the host's table, holding `slots`, if it is gone; whether it was. Raises NetworkError."""
+    def restore_table(self) -> bool:
+        """Make the host's table, holding every slot there is, if it is gone; whether it was. Raises NetworkError."""
         with _mapped("restore the host's table"):
             if self._layout.table in nft.tables():
                 return False
-            nft.apply(rules.host_ruleset(self._layout, self._internal, sorted(slots)))
+            nft.apply(rules.host_ruleset(self._layout, self._internal, sorted(self.existing())))
             return True
 
     def remove_table(self) -> None:
@@ -192,37 +188,61 @@ class Slots:
             number = _link_index(host, link)
             host.addr("add", index=number, address=gateway, prefixlen=32)
             host.link("set", index=number, state="up")
+            # Exclusive adds: these routes are the claims to the index among all homes on the machine, and end with the
+            # link. The second leads nowhere, see UID_TABLE: two VMMs of one user could stop and read each other.
+            claim = {"oif": number, "scope": "link"}
             try:
-                # An exclusive add: this route is the claim to the index among all homes on the machine.
-                host.route("add", dst=f"{address}/32", oif=number, scope="link", prefsrc=gateway)
+                host.route("add", dst=f"{address}/32", prefsrc=gateway, **claim)
+                host.route("add", dst=layout.uid_claim(index), table=UID_TABLE, **claim)
             except NetlinkError as error:
                 if error.code != errno.EEXIST:
                     raise
-                raise IndexTaken(f"another process has a route to {address}, network slot {index}") from error
+                raise IndexTaken(
+                    f"another home holds {address} or user {layout.uid(index)}, network slot {index}"
+                ) from error
         nft.apply([rules.host_slots(layout, [index], "add")])
 
     def _remove(self, indexes: Collection[int]) -> None:
-        doomed = {self._layout.link(index) for index in indexes}
-        # Deleting one end of a veth deletes both, also when a process holds the namespace; the tap goes with that.
+        layout = self._layout
+        if indexes:  # From here on nothing of them arrives. Only an entry that exists can be deleted: add first.
+            nft.apply([rules.host_slots(layout, indexes, verb) for verb in ("add", "delete")])
+        doomed = {layout.link(index): index for index in indexes}
         with IPRoute() as host:
-            found = [link["index"] for link in host.get_links() if link.get("ifname") in doomed]
+            found = {link["index"]: doomed[name] for link in host.get_links() if (name := link.get("ifname")) in doomed}
+            # While the links are there their addresses can be no other home's, and so neither can the connections.
+            self._forget_connections(index for number, index in found.items() if self._holds(host, number, index))
             for number in found:
-                host.link("set", index=number, group=self._layout.link_group)
+                host.link("set", index=number, group=layout.link_group)
             if found:
-                host.link("del", index=0, group=self._layout.link_group)
+                # Deleting one end of a veth deletes both, also when a process holds the namespace; the tap goes too.
+                host.link("del", index=0, group=layout.link_group)
         for index in indexes:
-            namespace.remove(self._layout.netns(index))
-        if indexes:  # only an entry that exists can be deleted: add first
-            nft.apply([rules.host_slots(self._layout, indexes, verb) for verb in ("add", "delete")])
+            namespace.remove(layout.netns(index))
 
-    def _routed(self) -> set[int]:
-        """Indexes whose address the host has a route to."""
+    def _holds(self, host: IPRoute, link: int, index: int) -> bool:
+        """Whether the slot's address is claimed by this link; a slot that was never finished may have lost it."""
+        try:
+            (route,) = host.route("get", dst=str(self._layout.slot_address(index)))
+        except NetlinkError:  # no way there at all
+            return False
+        return bool(route.get_attr("RTA_OIF") == link)
+
+    def _forget_connections(self, indexes: Iterable[int]) -> None:
+        """Clear them from the host's table of connections; a slot's own goes with its namespace."""
+        with NFCTSocket() as conntrack:
+            for index in indexes:
+                conntrack.flush(mark=self._layout.mark(index), mark_mask=0xFFFFFFFF)
+
+    def _claimed(self) -> set[int]:
+        """Indexes whose address or user is held by some home's slot."""
         found = set()
         with IPRoute() as host:
             for route in host.get_routes(family=socket.AF_INET):
-                if route["dst_len"] == 32 and (index := self._layout.index_of_address(route.get("dst"))) is not None:
-                    found.add(index)
-        return found
+                if route["dst_len"] == 32:
+                    taken = route.get_attr("RTA_TABLE") == UID_TABLE
+                    index_of = self._layout.index_of_uid_claim if taken else self._layout.index_of_address
+                    found.add(index_of(route.get("dst")))
+        return {index for index in found if index is not None}
 
     def _in_slot(self, index: int, doing: str, change: Callable[[], None]) -> None:
         with _mapped(f"{doing} network slot {index}"), namespace.inside(self._layout.netns(index)):
