@@ -30,6 +30,10 @@ pub struct Output {
 impl Output {
     /// Creates the file, readable by its owner only: it will hold a guest's memory.
     pub fn create(path: &Path) -> Result<Self, CaptureError> {
+        Self::create_with(path, OFlags::TMPFILE)
+    }
+
+    fn create_with(path: &Path, unnamed: OFlags) -> Result<Self, CaptureError> {
         let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else {
             return Err(CaptureError::Invalid(format!("the output {path:?} is not the path of a file")));
         };
@@ -40,7 +44,7 @@ impl Output {
         let dir = openat(CWD, parent, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty());
         let dir = dir.map_err(failed)?;
         let (mode, flags) = (Mode::RUSR | Mode::WUSR, OFlags::RDWR | OFlags::CLOEXEC);
-        let (file, temporary) = match openat(&dir, ".", flags | OFlags::TMPFILE, mode) {
+        let (file, temporary) = match openat(&dir, ".", flags | unnamed, mode) {
             Ok(file) => (file, None),
             // Not known to this file system.
             Err(Errno::OPNOTSUPP | Errno::ISDIR | Errno::INVAL | Errno::NOENT) => {
@@ -165,5 +169,58 @@ impl Drop for Tracked {
     fn drop(&mut self) {
         self.progress.lock().ended = true;
         self.progress.changed.notify_one();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// With and without files that have no name: opening a directory for writing fails as it does where there are none.
+    const WAYS: [OFlags; 2] = [OFlags::TMPFILE, OFlags::DIRECTORY];
+
+    fn names(dir: &Path) -> Vec<OsString> {
+        std::fs::read_dir(dir).expect("dir").map(|entry| entry.expect("entry").file_name()).collect()
+    }
+
+    #[test]
+    fn a_file_appears_whole_or_not_at_all() {
+        for (unnamed, meanwhile) in WAYS.into_iter().zip([0, 1]) {
+            let dir = tempfile::tempdir().expect("dir");
+            let path = dir.path().join("layer");
+            let create = || Output::create_with(&path, unnamed).expect("created");
+            let dropped = create();
+            assert_eq!(names(dir.path()).len(), meanwhile);
+            assert!(!path.exists());
+            drop(dropped);
+            assert!(names(dir.path()).is_empty());
+
+            let (first, second) = (create(), create());
+            first.file().write_all_at(b"bytes", 0).expect("written");
+            first.publish(true).expect("published");
+            let late = second.publish(false).expect_err("there already");
+            assert!(matches!(late, CaptureError::Exists(_)), "{late}");
+            assert_eq!(names(dir.path()), ["layer"]);
+            assert_eq!(std::fs::read(&path).expect("layer"), b"bytes");
+        }
+    }
+
+    #[test]
+    fn a_growing_file_is_hashed() {
+        let file = Arc::new(tempfile::tempfile().expect("file"));
+        let progress = Arc::new(Progress::default());
+        let mut tracked = Tracked::new(file.clone(), progress.clone());
+        let mut expected = DigestWriter::new(io::sink());
+        let digest = std::thread::scope(|scope| {
+            let following = scope.spawn(|| progress.follow(&file));
+            for len in [1, HASH_STEP, 3 * HASH_STEP + 17, 0, 5] {
+                let bytes = vec![len as u8; len];
+                tracked.write_all(&bytes).expect("written");
+                expected.write_all(&bytes).expect("hashed");
+            }
+            drop(tracked);
+            following.join().expect("no panic").expect("hashed")
+        });
+        assert_eq!(digest, expected.finish().1);
     }
 }

@@ -3,7 +3,7 @@
 use std::io::Write;
 use std::path::Path;
 
-use blockd::capture::{capture, find_mappings, CaptureError, Method, Ram, Request};
+use blockd::capture::{capture, find_mappings, Base, CaptureError, Method, Ram, Request};
 
 use crate::guest::{assert_same, base, file_of, layer_of, open, read, request, Guest, Memory, Noise, PAGE};
 
@@ -118,6 +118,39 @@ fn ram_in_several_mappings_with_gaps() {
         expected[page * PAGE..][..memory.bytes().len()].copy_from_slice(memory.bytes());
     }
     assert_same(&read(&[bottom, open(&output)]), &expected);
+}
+
+/// More than the workers take at a time, with changes across every border of what they take.
+#[test]
+fn many_workers_make_one_layer() {
+    const LEN: usize = 50 << 20;
+    let dir = tempfile::tempdir().expect("dir");
+    let mut noise = Noise(17);
+    let mut image = vec![0; LEN];
+    noise.fill(&mut image[1 << 20..30 << 20]);
+    let (file, bottom) = (file_of(&image), layer_of(&image));
+    let mut memory = Memory::of_file(&file, 0, LEN);
+    for border in (0..LEN).step_by(1 << 20) {
+        let range = border.saturating_sub(5 * PAGE)..(border + 4 * PAGE).min(LEN);
+        noise.fill(&mut memory.bytes_mut()[range]);
+    }
+    let take = |name: &str, base: Base, memory: &Memory| {
+        let guest = Guest::fork(None);
+        let output = dir.path().join(name);
+        let request = Request { base: Some(base), ..request(&guest, &[memory.at(0)], output.clone(), LEN) };
+        (capture(&request).expect("captured"), open(&output))
+    };
+    let (report, first) = take("first", base(std::slice::from_ref(&bottom)).expect("base"), &memory);
+    assert_eq!(report.dirty_pages, 50 * 9 - 5);
+    let layers = [bottom, first];
+    assert_same(&read(&layers), memory.bytes());
+    // Everything given back: what the first layer holds must be undone.
+    assert!(memory.advise(0..LEN, libc::MADV_DONTNEED));
+    noise.fill(memory.page_mut(4096));
+    let (report, second) = take("second", Base { mapped: Some(1), ..base(&layers).expect("base") }, &memory);
+    assert_eq!((report.dirty_pages, report.equal_pages), (1, 0));
+    let [bottom, first] = layers;
+    assert_same(&read(&[bottom, first, second]), memory.bytes());
 }
 
 #[test]
