@@ -79,6 +79,8 @@ async def test_an_image_is_a_block_device(bundle: GuestBundle, tmp_path: Path) -
         )
     assert facts["device"] == "/dev/ublkb0"
     assert facts["on_device"] == facts["exported"] == facts["on_fuse"]
+    assert facts["fallback"]["target"] == "fuse"
+    assert "--no-ublk" in facts["fallback"]["fallback"]
     assert facts["left"] == ["ublk-control"]
 
 

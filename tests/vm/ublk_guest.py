@@ -29,11 +29,12 @@ def run(*argv: object) -> str:
 
 
 class Daemon:
-    def __init__(self, binary: str) -> None:
+    def __init__(self, binary: str, *options: str) -> None:
         self._socket = HOME / "sock"
         log = (HOME / "log").open("ab")
         argv = [binary, "--socket", self._socket, "--mount", HOME / "mnt", "--cache", HOME / "cache"]
-        self.process = subprocess.Popen([*map(str, argv), "--cache-bytes", "1000000"], stderr=log, stdout=log)
+        argv += ["--cache-bytes", "1000000", *options]
+        self.process = subprocess.Popen([str(a) for a in argv], stderr=log, stdout=log)
         ends = time.monotonic() + DEADLINE
         while True:
             self._connection = socket.socket(socket.AF_UNIX)
@@ -54,12 +55,16 @@ class Daemon:
         assert "ok" in answer, f"{op}: {answer}\n{(HOME / 'log').read_text()[-3000:]}"
         return answer["ok"]
 
-    def attach(self, image: str, layers: list, target: str, upper: str | None) -> pathlib.Path:
-        spec = None if upper is None else {"dir": str(HOME / upper)}
+    def attach(self, image: str, layers: list, target: str, upper: str) -> pathlib.Path:
         stack = [{"path": str(HOME / layer)} for layer in layers]
-        answer = self.call("attach", image=image, layers=stack, upper=spec, target=target)
-        assert answer["target"] == target, answer
+        answer = self.call("attach", image=image, layers=stack, upper={"dir": str(HOME / upper)}, target=target)
+        # Where the kernel has it, it is taken without being asked for.
+        assert answer["target"] == ("ublk" if target == "auto" else target), answer
         return pathlib.Path(answer["path"])
+
+    def end(self) -> None:
+        self.process.terminate()
+        assert self.process.wait(DEADLINE) == 0, (HOME / "log").read_text()[-3000:]
 
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
@@ -149,7 +154,7 @@ def main() -> None:
     daemon.call("detach", image="disk")
 
     # What was sealed is a disk at that instant: its journal is replayed, and the files are there, the later ones not.
-    device = daemon.attach("then", ["base", "sealed"], "ublk", "upper2")
+    device = daemon.attach("then", ["base", "sealed"], "auto", "upper2")
     run("mount", device, MOUNT)
     check_files(first)
     assert not (MOUNT / "second").exists()
@@ -170,8 +175,14 @@ def main() -> None:
         assert file.read(4096) == b"\x5a" * 4096
     daemon.call("detach", image="disk")
     assert gone(device), f"{device} is still there"
-    daemon.process.terminate()
-    assert daemon.process.wait(DEADLINE) == 0, (HOME / "log").read_text()[-3000:]
+    daemon.end()
+
+    # Without ublk the same call gives a file, and says why.
+    daemon = Daemon(sys.argv[1], "--no-ublk")
+    stack = [{"path": str(HOME / "base")}]
+    facts["fallback"] = daemon.call("attach", image="file", layers=stack, upper={"dir": str(HOME / "upper3")})
+    daemon.call("detach", image="file")
+    daemon.end()
     facts["left"] = sorted(path.name for path in pathlib.Path("/dev").glob("ublk*"))
     sys.stdout.write(json.dumps(facts) + "\n")
 
