@@ -89,8 +89,9 @@ async def test_errors_of_the_contract(node: Node) -> None:
             node, f"GET / HTTP/1.1\r\nHost: h\r\nE2b-Sandbox-Id: ia\r\nE2b-Sandbox-Port: {bad}\r\n\r\n".encode()
         )
         assert (reply.status, reply.json["code"]) == (400, 400)
-    reply = await ask(node, head("POST", "/%69nit", "ia", 49983, "Content-Length: 0"))
-    assert (reply.status, reply.json["code"]) == (404, 404)
+    for path in ("/init", "/shutdown", "/%69nit", "http://h/init", "/health/../init"):
+        reply = await ask(node, head("POST", path, "ia", 49983, "Content-Length: 0"))
+        assert (reply.status, reply.json["code"]) == (404, 404)
 
 
 async def test_traffic_token(node: Node) -> None:
@@ -103,7 +104,7 @@ async def test_traffic_token(node: Node) -> None:
     assert b"\r\nhost: localhost:%d\r\n" % port in node.seen[0]
     assert b"traffic" not in node.seen[0].lower()
     # envd's port has its own token: refused only because nothing listens there.
-    assert (await ask(node, head("GET", "/", "ia", 49983))).json["message"].endswith("port is not open")
+    assert (await ask(node, head("GET", "/health", "ia", 49983))).json["message"].endswith("port is not open")
 
 
 async def test_signed_file_url_without_an_id(node: Node) -> None:

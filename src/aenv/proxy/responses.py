@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from aenv.errors import AenvError
 from aenv.proxy.asgi import Scope, Send
 from aenv.proxy.headers import framing
+from aenv.proxy.routing import ENVD_PORT
 
 _CORS = ((b"access-control-allow-origin", b"*"), (b"access-control-expose-headers", b"*"))
 
@@ -47,7 +48,7 @@ def token_missing(sandbox_id: str, port: int) -> Answer:
 
 
 def internal_route(sandbox_id: str) -> Answer:
-    return Answer(404, "This route of the sandbox is internal and not reachable from outside", sandbox_id)
+    return Answer(404, "The sandbox's daemon has no such route for callers from outside", sandbox_id, ENVD_PORT)
 
 
 def of_error(error: AenvError, sandbox_id: str | None = None) -> Answer:

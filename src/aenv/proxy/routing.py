@@ -6,6 +6,8 @@ The ways into a sandbox, first match wins (formats: the E2B client's URL rules):
 2. the header pair ``E2b-Sandbox-Id`` / ``E2b-Sandbox-Port`` or ``X-AgentENV-Sandbox-Id`` / ``-Port``;
 3. the path ``/proxy/{sandboxID}/{port}/...``, whose prefix is cut off;
 4. a signed file URL ``/files?...&signature=v1_...`` that names no sandbox: its signature tells which.
+
+Host and headers that name different sandboxes are refused. The path is no claim beside them: it is the sandbox's own.
 """
 
 import base64
@@ -14,7 +16,7 @@ import hmac
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from urllib.parse import parse_qs, unquote_to_bytes
+from urllib.parse import parse_qs
 
 from aenv.errors import BadRequest
 from aenv.orchestrator.protocol import TokenTest
@@ -40,7 +42,9 @@ _SANDBOX_HOST = re.compile(rb"(\d+)-([^.]*)\.")
 _ADDRESS_HOST = re.compile(rb"\d{1,3}-\d{1,3}-\d{1,3}-\d{1,3}\.")
 _SANDBOX_ID = re.compile(r"[a-z0-9]{1,64}")
 _PROXY_PATH = re.compile(rb"/proxy/([^/]*)/([^/]*)(/.*|$)", re.DOTALL)
-_INTERNAL_ENVD_PATHS = frozenset((b"init",))
+# All that envd has for callers other than the node itself. envd compares paths byte for byte, and so must this: another
+# spelling is another path, which it does not have.
+_ENVD_PATH = re.compile(rb"/(?:health|files|metrics|envs|(?:process\.Process|filesystem\.Filesystem)/[A-Za-z]+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +58,8 @@ class SandboxTarget:
 
     @property
     def internal(self) -> bool:
-        """Whether this is a route of envd that only the node itself may call, in any spelling a server might fold."""
-        return self.port == ENVD_PORT and _first_segment(self.path) in _INTERNAL_ENVD_PATHS
+        """Whether this asks envd for anything but what it has for everybody: its other routes are the node's own."""
+        return self.port == ENVD_PORT and _ENVD_PATH.fullmatch(self.path) is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +88,20 @@ def decide(method: str, path: bytes, query: bytes, headers: Headers) -> Target:
         if name in _ROUTING and found.setdefault(name, value) != value:
             raise BadRequest(f"the header {name.decode()} is given twice with different values; send it once")
     host = found.get(b"host", b"").lower()
+    named: list[SandboxTarget] = []
     if (match := _SANDBOX_HOST.match(host)) and not _ADDRESS_HOST.match(host):
-        return SandboxTarget(_sandbox_id(match[2]), _port(match[1]), path)
-    if b"x-api-key" in found and _API_PATH.match(path):
+        named.append(SandboxTarget(_sandbox_id(match[2]), _port(match[1]), path))
+    elif b"x-api-key" in found and _API_PATH.match(path):
         return None
     for id_header, port_header in zip(ID_HEADERS, PORT_HEADERS, strict=True):
         if id_header in found:
             port = _port(found[port_header]) if port_header in found else ENVD_PORT
-            return SandboxTarget(_sandbox_id(found[id_header]), port, path)
+            named.append(SandboxTarget(_sandbox_id(found[id_header]), port, path))
+    if named:
+        if any(other.sandbox_id != named[0].sandbox_id for other in named):
+            ids = " and ".join(dict.fromkeys(target.sandbox_id for target in named))
+            raise BadRequest(f"host and headers name different sandboxes ({ids}); send the request to one of them")
+        return named[0]
     if match := _PROXY_PATH.match(path):
         return SandboxTarget(_sandbox_id(match[1]), _port(match[2]), match[3] or b"/", path[: match.end(2)])
     if path == b"/files" and (matches := _signature_test(method, query, headers)):
@@ -112,16 +122,6 @@ def _port(raw: bytes) -> int:
     if raw.isdigit() and len(raw) <= 5 and 1 <= (port := int(raw)) <= 65535:
         return port
     raise BadRequest(f"{raw.decode('latin-1')!r} is not a port; use a number from 1 to 65535")
-
-
-def _first_segment(path: bytes) -> bytes:
-    segments: list[bytes] = []
-    for segment in re.split(rb"[/\\]+", unquote_to_bytes(path)):
-        if segment == b"..":
-            del segments[-1:]
-        elif segment not in (b"", b"."):
-            segments.append(segment)
-    return segments[0].lower() if segments else b""
 
 
 def _signature_test(method: str, query: bytes, headers: Headers) -> TokenTest | None:
