@@ -18,6 +18,7 @@ from aenv.config import ApiSettings, ImageSettings, OrchestratorSettings, Settin
 from aenv.guest.provision import GuestBundle
 from aenv.images import plain
 from aenv.network.fake import FakeNetwork
+from aenv.orchestrator.store import Store
 from aenv.server import WebServer, node
 from aenv.templates.models import Template
 from aenv.templates.store import TemplateStore
@@ -122,6 +123,16 @@ class Node:
 
 
 NOTHING = {"vmms": 0, "slots": {}, "folders": []}
+
+
+@contextlib.asynccontextmanager
+async def rows(node: Node) -> AsyncIterator[Store]:
+    """The store of a node, beside the node's own if it runs."""
+    store = Store(node.settings.state_db)
+    try:
+        yield store
+    finally:
+        await store.aclose()
 
 
 @contextlib.asynccontextmanager

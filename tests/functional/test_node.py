@@ -1,14 +1,19 @@
 """The lifecycle of sandboxes through the real API, orchestrator and proxy, on the fake VMM."""
 
 import asyncio
+import errno
+import os
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from node_harness import KEY, NOTHING, Node, needs_root, running_node, until
+from node_harness import KEY, NOTHING, Node, needs_root, rows, running_node, until
 
 from aenv.config import OrchestratorSettings
+from aenv.orchestrator import runner
 
 pytestmark = needs_root
 
@@ -202,4 +207,56 @@ async def test_a_hundred_concurrent_lives_leave_nothing(node: Node) -> None:
         assert (await node.http.delete(f"/sandboxes/{sandbox_id}")).status_code == 204
 
     await asyncio.gather(*(live() for _ in range(100)))
+    assert node.leftovers() == NOTHING
+
+
+async def test_a_create_deleted_while_a_thread_makes_its_folder_leaves_nothing(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cancelling `to_thread` does not stop the thread: what it makes afterwards, nobody would remove."""
+    made: list[str] = []
+    entered, go_on = threading.Event(), threading.Event()
+    real = Path.mkdir
+
+    def slow(self: Path, *args: Any, **kwargs: Any) -> None:
+        if self.parent.name == "sandboxes":
+            made.append(self.name)
+            entered.set()
+            go_on.wait(10)
+        real(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "mkdir", slow)
+    creating = asyncio.create_task(node.http.post("/v2/sandboxes", json={"templateID": "base"}))
+    await asyncio.to_thread(entered.wait, 10)
+    deleting = asyncio.create_task(node.http.delete(f"/sandboxes/{made[0]}"))
+    assert (await creating).status_code == 409  # answered at once; only the delete waits for the thread
+    go_on.set()
+    assert (await deleting).status_code == 204
+    assert node.leftovers() == NOTHING
+
+
+async def test_a_folder_that_cannot_be_removed_is_said_and_removed_at_the_next_start(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sandbox_id = (await node.create())["sandboxID"]
+    real, tries = os.rmdir, 0
+
+    def refuse(path: Any, *args: Any, **kwargs: Any) -> None:
+        nonlocal tries
+        if str(path).endswith(sandbox_id):
+            tries += 1
+            raise OSError(errno.EIO, "Input/output error")
+        real(path, *args, **kwargs)
+
+    monkeypatch.setattr(runner, "TEAR_DOWN_RETRIES", (0.01, 0.01))
+    monkeypatch.setattr(os, "rmdir", refuse)
+    assert (await node.http.delete(f"/sandboxes/{sandbox_id}")).status_code == 204
+    assert tries == 3
+    await node.stop()
+    async with rows(node) as store:
+        last = (await store.events(sandbox_id))[-1]
+    assert last.event == "TornDown"
+    assert "Input/output error" in last.detail
+    monkeypatch.undo()
+    await node.start()
     assert node.leftovers() == NOTHING

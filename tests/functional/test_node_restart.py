@@ -1,19 +1,23 @@
 """The server ends, gracefully or not, and starts again: the node is the truth."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import sqlite3
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from node_harness import NOTHING, Node, needs_root, running_node, until
+from node_harness import NOTHING, Node, needs_root, rows, running_node, until
 
+from aenv.errors import DeadlineExceeded
 from aenv.lifecycle.events import CreateRequested, DeleteRequested, Launched
 from aenv.lifecycle.machine import replay
 from aenv.lifecycle.states import EndReason
+from aenv.orchestrator import unwritten
 from aenv.orchestrator.record import Record
 from aenv.orchestrator.store import Store
+from aenv.vmm.fake import FakeVmm
 
 pytestmark = needs_root
 
@@ -22,16 +26,6 @@ pytestmark = needs_root
 async def node(tmp_path: Path) -> AsyncIterator[Node]:
     async with running_node(tmp_path) as made:
         yield made
-
-
-@asynccontextmanager
-async def rows(node: Node) -> AsyncIterator[Store]:
-    """The store of a stopped node."""
-    store = Store(node.settings.state_db)
-    try:
-        yield store
-    finally:
-        await store.aclose()
 
 
 async def test_running_sandboxes_live_through_a_restart(node: Node) -> None:
@@ -96,7 +90,7 @@ async def test_every_row_that_a_killed_server_can_leave_is_ended_with_a_reason(
         changed: Record = replace(record, life=replay(log))
         if rebooted:
             changed = replace(changed, boot_id="another")
-        await store.save(changed, "Test", "")
+        await store.save(changed)
     await node.start()
     if position == "running" and not rebooted:
         assert await node.ids() == [sandbox_id]
@@ -126,7 +120,7 @@ async def test_a_retried_create_after_the_server_died_in_the_middle_makes_one_sa
     await node.stop()
     async with rows(node) as store:
         (record,) = await store.live()
-        await store.save(replace(record, life=replay([CreateRequested()]), slot=None, vm=None), "Test", "")
+        await store.save(replace(record, life=replay([CreateRequested()]), slot=None, vm=None))
     await node.start()
     await until(lambda: node.leftovers() == NOTHING)
     answer = await node.http.post("/v2/sandboxes", **request)  # type: ignore[arg-type]
@@ -155,3 +149,76 @@ async def test_a_damaged_state_database_is_refused_not_replaced(node: Node) -> N
     with pytest.raises(Exception, match="state database"):
         await node.start()
     assert node.settings.state_db.read_bytes().startswith(b"not a database")
+
+
+async def test_vmms_that_do_not_answer_are_waited_for_together(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A VMM that was stopped, or broken into, takes its whole deadline."""
+    for _ in range(4):
+        await node.create()
+    await node.stop()
+    together = asyncio.Barrier(4)
+
+    async def silent(self: FakeVmm, spec: object, handle: object) -> None:
+        async with asyncio.timeout(10):
+            await together.wait()
+        raise DeadlineExceeded("did not greet us")
+
+    monkeypatch.setattr(FakeVmm, "adopt", silent)
+    await node.start()
+    await until(lambda: node.leftovers() == NOTHING)
+
+
+async def test_an_end_that_a_full_disk_kept_from_being_written_is_written_later(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unwritten, "FIRST_PAUSE", 0.01)
+    sandbox_id = (await node.create())["sandboxID"]
+    real, full, refused = Store._transaction, True, asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    @contextmanager
+    def transaction(self: Store) -> Iterator[sqlite3.Connection]:
+        with real(self) as db:
+            yield db
+            if full:
+                loop.call_soon_threadsafe(refused.set)
+                error = sqlite3.OperationalError("database or disk is full")
+                error.sqlite_errorcode = sqlite3.SQLITE_FULL
+                raise error
+
+    monkeypatch.setattr(Store, "_transaction", transaction)
+    assert (await node.http.delete(f"/sandboxes/{sandbox_id}")).status_code == 204
+    refused.clear()
+    await asyncio.wait_for(refused.wait(), 10)  # it is tried again
+    full = False
+
+    async def written() -> bool:
+        async with rows(node) as store:
+            return not await store.live()
+
+    await until(written)
+    await node.stop()
+    await node.start()
+    assert "reason killed" in (await node.http.get(f"/sandboxes/{sandbox_id}")).json()["message"]
+    await node.stop()
+    async with rows(node) as store:
+        story = [line.event for line in await store.events(sandbox_id)]
+    assert story == ["CreateRequested", "Launched", "DeleteRequested", "TornDown"]
+    await node.start()
+
+
+async def test_an_end_is_also_tried_once_more_when_the_server_stops(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unwritten, "FIRST_PAUSE", 3600.0)
+    sandbox_id = (await node.create())["sandboxID"]
+    with monkeypatch.context() as patched:
+
+        def broken(self: Store) -> Iterator[sqlite3.Connection]:
+            raise sqlite3.OperationalError("disk I/O error")
+
+        patched.setattr(Store, "_transaction", broken)
+        assert (await node.http.delete(f"/sandboxes/{sandbox_id}")).status_code == 204
+    await node.stop()
+    await node.start()
+    assert "reason killed" in (await node.http.get(f"/sandboxes/{sandbox_id}")).json()["message"]

@@ -8,9 +8,10 @@ import aenv
 
 ROOT = Path(aenv.__file__).parent
 
-LEAVES = {"errors", "config", "__init__"}
+LEAVES = {"errors", "config", "threads", "__init__"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
+    "threads": set(),
     "config": {"errors"},
     "lifecycle": set(),
     "distro": {"errors"},

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from aenv.errors import ImageError, InsufficientStorage, NotFound
 from aenv.images.protocol import Disk
+from aenv.threads import to_its_end
 
 ROOTFS = "rootfs.ext4"
 OVERLAY = "overlay.qcow2"
@@ -47,7 +48,7 @@ class PlainImages:
         pass  # folders without a sandbox are removed with all they hold
 
     async def attach(self, image: str, directory: Path, uid: int) -> Disk:
-        return await asyncio.to_thread(self._attach, image, directory, uid)
+        return await to_its_end(self._attach, image, directory, uid)
 
     def _attach(self, image: str, directory: Path, uid: int) -> Disk:
         source = self._templates / image

@@ -18,6 +18,7 @@ from aenv.lifecycle.events import DiskLost, VmmExited
 from aenv.network.protocol import Network, Slot
 from aenv.orchestrator.record import Record
 from aenv.orchestrator.tokens import Tokens
+from aenv.threads import to_its_end
 from aenv.vmm.protocol import Vm, Vmm, VmSpec
 
 CONSOLE_LINES = 5
@@ -154,12 +155,12 @@ class Launcher:
                 await self._network.release(held.slot)
                 held.slot = None
             await self._images.detach(self.directory(record.id))
-            await asyncio.to_thread(shutil.rmtree, self.directory(record.id), ignore_errors=True)
+            await to_its_end(remove_folder, self.directory(record.id))
 
     async def _make_disk(self, record: Record, slot: Slot) -> Disk:
         directory = self.directory(record.id)
         try:
-            await asyncio.to_thread(directory.mkdir, mode=0o700, parents=True)
+            await to_its_end(directory.mkdir, mode=0o700, parents=True)
         except OSError as error:
             raise InsufficientStorage(f"cannot make {directory}: {error}") from error
         return await self._images.attach(record.template.id, directory, self._uid(slot))
@@ -195,6 +196,19 @@ class Launcher:
             default_user=record.template.user,
             default_workdir=record.template.workdir,
         )
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove it with all it holds; what is gone already is fine. Raises InfrastructureError if something stays."""
+
+    def failed(_function: object, _path: str, problem: tuple[object, BaseException, object]) -> None:
+        if not isinstance(problem[1], FileNotFoundError):
+            raise problem[1]
+
+    try:
+        shutil.rmtree(folder, onerror=failed)
+    except OSError as error:
+        raise InfrastructureError(f"cannot remove {folder}: {error}") from error
 
 
 async def _cancelled(*tasks: "asyncio.Future[Any]") -> None:

@@ -62,7 +62,7 @@ def _parse(query: ListQuery) -> tuple[datetime, str]:
         position = datetime.fromisoformat(started_at), str(sandbox_id)
         if position[0].tzinfo is None:
             raise ValueError("no time zone")
-    except (binascii.Error, ValueError, TypeError) as error:
+    except (binascii.Error, ValueError, TypeError, RecursionError) as error:
         raise BadRequest(f"Invalid next token: '{token[:100]}' is not one this server gave") from error
     if digest != _digest(query):
         raise BadRequest("Invalid next token: it belongs to a listing with another filter or order")

@@ -4,22 +4,25 @@ Every row that is not ended is adopted or ended with its reason; every VMM, slot
 """
 
 import asyncio
-import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import structlog
 
-from aenv.errors import AenvError
+from aenv.errors import AenvError, ConfigError, InfrastructureError
 from aenv.images.protocol import ImageStore
 from aenv.lifecycle.events import Adopted, HostRestarted, Orphaned
 from aenv.lifecycle.states import RUNNING
 from aenv.network.protocol import Network
+from aenv.orchestrator.launcher import remove_folder
 from aenv.orchestrator.record import Record
 from aenv.orchestrator.runner import Runner
 from aenv.vmm.protocol import Vmm
 
 log = structlog.get_logger(__name__)
+
+ADOPTIONS = 16
+"""At the same time: a VMM that does not answer takes its whole deadline."""
 
 
 def host_boot_id() -> str:
@@ -47,12 +50,7 @@ async def reconcile(
     await asyncio.to_thread(_remove_folders, sandboxes_dir, {record.id for record in records})
 
     runners = {record.id: make_runner(record) for record in records}
-    failures: dict[str, str] = {}
-    for sandbox_id in candidates:
-        try:
-            await runners[sandbox_id].adopt()
-        except AenvError as error:
-            failures[sandbox_id] = error.message
+    failures = await _adopt([runners[sandbox_id] for sandbox_id in candidates])
     if failures:  # such a VMM may still run; its slot is released only after it is dead
         await _sweep(vmm, [r for r in candidates.values() if r.id not in failures])
 
@@ -68,6 +66,24 @@ async def reconcile(
             runner.post(Orphaned(f"the server ended while it was {record.life.position.operation}"))
 
 
+async def _adopt(runners: list[Runner]) -> dict[str, str]:
+    """Take over VMMs; the ids and errors of those that could not be."""
+    failures: dict[str, str] = {}
+    turns = asyncio.Semaphore(ADOPTIONS)
+
+    async def adopt(runner: Runner) -> None:
+        async with turns:
+            try:
+                await runner.adopt()
+            except AenvError as error:
+                failures[runner.record.id] = error.message
+
+    async with asyncio.TaskGroup() as tasks:
+        for runner in runners:
+            tasks.create_task(adopt(runner), name=f"adopt {runner.record.id}")
+    return failures
+
+
 async def _sweep(vmm: Vmm, keep: Iterable[Record]) -> None:
     killed = await vmm.sweep(frozenset(record.vm for record in keep if record.vm))
     if killed:
@@ -75,7 +91,13 @@ async def _sweep(vmm: Vmm, keep: Iterable[Record]) -> None:
 
 
 def _remove_folders(sandboxes_dir: Path, known: set[str]) -> None:
-    sandboxes_dir.mkdir(mode=0o711, parents=True, exist_ok=True)
+    try:
+        sandboxes_dir.mkdir(mode=0o711, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make {sandboxes_dir}: {error}") from error
     for folder in sandboxes_dir.iterdir():
         if folder.name not in known:
-            shutil.rmtree(folder, ignore_errors=True)
+            try:
+                remove_folder(folder)
+            except InfrastructureError as error:
+                log.warning("reconcile.folder_stays", error=error.message)

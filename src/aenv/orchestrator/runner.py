@@ -27,7 +27,7 @@ from aenv.lifecycle.machine import step
 from aenv.lifecycle.states import CREATING, EndReason, Stable
 from aenv.orchestrator.launcher import Held, Launcher
 from aenv.orchestrator.record import Record
-from aenv.orchestrator.store import Store
+from aenv.orchestrator.store import LoggedEvent, Store
 
 log = structlog.get_logger(__name__)
 
@@ -46,6 +46,7 @@ class Runner:
         store: Store,
         tasks: asyncio.TaskGroup,
         on_change: Callable[["Runner"], None],
+        on_unwritten: Callable[["Runner"], None],
     ) -> None:
         self.record = record
         self.held = Held()
@@ -53,6 +54,7 @@ class Runner:
         self._store = store
         self._tasks = tasks
         self._on_change = on_change
+        self._on_unwritten = on_unwritten
         self._settled = asyncio.Event()
         self._gone = asyncio.Event()
         self._error: AenvError | None = None
@@ -60,6 +62,8 @@ class Runner:
         self._watch: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._written: asyncio.Future[None] | None = None
+        self._unlogged: list[LoggedEvent] = []
+        """Lines whose write failed; the next one carries them."""
 
     def post(self, event: Event) -> None:
         """Take one event. Raises IllegalTransition for one that makes no sense now."""
@@ -128,16 +132,32 @@ class Runner:
 
     def _write(self, event: Event) -> None:
         """Queue the row; the store keeps the order."""
-        self._written = self._store.save(self.record, type(event).__name__, event.detail)
-        self._written.add_done_callback(lambda written: self._check_write(event, written))
+        at, position = datetime.now(UTC).isoformat(), str(self.record.life.position)
+        self._save(event, *self._unlogged, LoggedEvent(at, type(event).__name__, event.detail, position))
 
-    def _check_write(self, event: Event, written: "asyncio.Future[None]") -> None:
+    async def write_again(self) -> None:
+        """Write the row that could not be. Raises an InfrastructureError."""
+        self._save(None, *self._unlogged)
+        await self._flushed()
+
+    def _save(self, event: Event | None, *lines: LoggedEvent) -> None:
+        self._unlogged = []
+        self._written = self._store.save(self.record, *lines)
+        self._written.add_done_callback(lambda written: self._check_write(event, lines, written))
+
+    def _check_write(
+        self, event: Event | None, lines: tuple[LoggedEvent, ...], written: "asyncio.Future[None]"
+    ) -> None:
         if written.cancelled() or (error := written.exception()) is None:
             return
-        log.error("sandbox.write_failed", id=self.record.id, what=type(event).__name__, error=str(error))
-        # A sandbox whose start is not recorded would be lost by a restart: it must not be handed out. Later rows may
-        # fail without harm: the next start finds out from the node itself.
-        if isinstance(event, CreateRequested | Launched) and self.record.life.position.stable is not Stable.ENDED:
+        log.error("sandbox.write_failed", id=self.record.id, what=[line.event for line in lines], error=str(error))
+        if not isinstance(event, TtlChanged):  # its caller is told, and may try for ever
+            self._unlogged = [*lines, *self._unlogged]
+        if self.record.life.position.stable is Stable.ENDED:
+            self._on_unwritten(self)
+        # A sandbox whose start is not recorded would be lost by a restart: it must not be handed out. Later rows of
+        # one that runs may fail without harm: the next start finds out from the node itself.
+        elif isinstance(event, CreateRequested | Launched):
             self._error = error if isinstance(error, AenvError) else InfrastructureError(str(error))
             self.post(Faulted(f"its record could not be written: {error}"))
 
@@ -196,7 +216,8 @@ class Runner:
             except Exception as error:
                 log.warning("sandbox.tear_down_failed", id=self.record.id, error=repr(error), again_in=pause)
                 if pause is None:
-                    self.post(TornDown(f"not everything could be released: {error!r}; the next start sweeps it"))
+                    why = error.message if isinstance(error, AenvError) else repr(error)
+                    self.post(TornDown(f"not everything could be released: {why}; the next start tries again"))
                     return
                 await asyncio.sleep(pause)
         self.post(TornDown())

@@ -29,6 +29,7 @@ from aenv.orchestrator.record import Record
 from aenv.orchestrator.runner import Runner
 from aenv.orchestrator.store import IdempotencyKey, LoggedEvent, Store
 from aenv.orchestrator.tokens import Tokens
+from aenv.orchestrator.unwritten import Rewriter
 from aenv.templates.models import Template
 from aenv.vmm.protocol import Vmm
 
@@ -74,7 +75,8 @@ class Orchestrator:
         self._runners: dict[str, Runner] = {}
         self._ends: OrderedDict[str, Record] = OrderedDict()
         self._tasks = asyncio.TaskGroup()
-        self._pruning: asyncio.Task[None] | None = None
+        self._rewriter = Rewriter()
+        self._upkeep: list[asyncio.Task[None]] = []
         self._closing = False
 
     async def __aenter__(self) -> "Orchestrator":
@@ -93,7 +95,10 @@ class Orchestrator:
         except BaseException:
             await self.__aexit__()
             raise
-        self._pruning = self._tasks.create_task(self._prune(), name="prune")
+        self._upkeep = [
+            self._tasks.create_task(self._prune(), name="prune"),
+            self._tasks.create_task(self._rewriter.run(), name="rewrite"),
+        ]
         return self
 
     def stop_creating(self) -> None:
@@ -106,8 +111,8 @@ class Orchestrator:
     async def __aexit__(self, *_: object) -> None:
         """Finish or undo what is in flight; running sandboxes keep running."""
         self.stop_creating()
-        if self._pruning is not None:
-            self._pruning.cancel()
+        for task in self._upkeep:
+            task.cancel()
         ending = [r.gone() for r in self._runners.values() if r.record.life.position.operation is Operation.KILLING]
         with suppress(TimeoutError):
             async with asyncio.timeout(self._settings.orchestrator.kill_deadline):
@@ -118,6 +123,8 @@ class Orchestrator:
         await self._network.aclose()
         await self._vmm.aclose()
         await self._images.aclose()
+        with suppress(AenvError):
+            await self._rewriter.write()
         await self._store.aclose()
 
     async def create(self, spec: CreateSpec, *, idempotency_key: str | None = None) -> Sandbox:
@@ -253,7 +260,14 @@ class Orchestrator:
         return NotFound(message)
 
     def _make_runner(self, record: Record) -> Runner:
-        runner = Runner(record, launcher=self._launcher, store=self._store, tasks=self._tasks, on_change=self._changed)
+        runner = Runner(
+            record,
+            launcher=self._launcher,
+            store=self._store,
+            tasks=self._tasks,
+            on_change=self._changed,
+            on_unwritten=self._rewriter.add,
+        )
         self._runners[record.id] = runner
         return runner
 

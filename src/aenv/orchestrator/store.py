@@ -5,10 +5,10 @@ was awaited, and for each sandbox the newest of them. `events` is the audit log:
 """
 
 import asyncio
-import errno
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -61,7 +61,7 @@ class Store:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
         try:
             self._db = self._thread.submit(self._open).result()
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
             self._thread.shutdown()
             raise ConfigError(f"cannot open the state database {path}: {error}; restore it or move it away") from error
 
@@ -80,31 +80,29 @@ class Store:
             raise sqlite3.DatabaseError(f"schema version {version}, this program knows {SCHEMA_VERSION}")
         return db
 
-    def save(self, record: Record, event: str, detail: str) -> "asyncio.Future[None]":
-        """Write the row and one line of its log, in one transaction."""
-        now = datetime.now(UTC).isoformat()
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        """Every write happens in one: all of it or, on any error, nothing; the next write can begin in any case."""
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield self._db
+            self._db.execute("COMMIT")
+        finally:
+            if self._db.in_transaction:  # some errors, such as a full disk, may have rolled it back already
+                self._db.execute("ROLLBACK")
+
+    def save(self, record: Record, *events: LoggedEvent) -> "asyncio.Future[None]":
+        """Write the row and the lines of its log, in one transaction."""
+        ended_at = record.ended_at.isoformat() if record.ended_at else None
+        row = (record.id, record.life.position.stable, ended_at, to_json(record))
+        lines = [(record.id, line.at, line.event, line.detail, line.position) for line in events]
 
         def write() -> None:
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
-                self._db.execute(
-                    "INSERT OR REPLACE INTO sandboxes VALUES (?, ?, ?, ?)",
-                    (
-                        record.id,
-                        record.life.position.stable,
-                        record.ended_at.isoformat() if record.ended_at else None,
-                        to_json(record),
-                    ),
+            with self._transaction() as db:
+                db.execute("INSERT OR REPLACE INTO sandboxes VALUES (?, ?, ?, ?)", row)
+                db.executemany(
+                    "INSERT INTO events (sandbox_id, at, event, detail, position) VALUES (?, ?, ?, ?, ?)", lines
                 )
-                self._db.execute(
-                    "INSERT INTO events (sandbox_id, at, event, detail, position) VALUES (?, ?, ?, ?, ?)",
-                    (record.id, now, event, detail, str(record.life.position)),
-                )
-                self._db.execute("COMMIT")
-            except BaseException:
-                if self._db.in_transaction:
-                    self._db.execute("ROLLBACK")
-                raise
 
         return self._submit(write)
 
@@ -125,7 +123,7 @@ class Store:
 
         try:
             return await self._submit(read)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(f"a row of {self._path} is damaged: {error!r}; restore it or move it away") from error
 
     async def events(self, sandbox_id: str) -> list[LoggedEvent]:
@@ -143,13 +141,14 @@ class Store:
         """Bind the key unless it is bound already; return what it is bound to."""
 
         def write() -> IdempotencyKey:
-            self._db.execute(
-                "INSERT OR IGNORE INTO idempotency VALUES (?, ?, ?, ?)",
-                (claim.key, claim.digest, claim.sandbox_id, datetime.now(UTC).isoformat()),
-            )
-            row = self._db.execute(
-                "SELECT key, digest, sandbox_id FROM idempotency WHERE key = ?", (claim.key,)
-            ).fetchone()
+            with self._transaction() as db:
+                db.execute(
+                    "INSERT OR IGNORE INTO idempotency VALUES (?, ?, ?, ?)",
+                    (claim.key, claim.digest, claim.sandbox_id, datetime.now(UTC).isoformat()),
+                )
+                row = db.execute(
+                    "SELECT key, digest, sandbox_id FROM idempotency WHERE key = ?", (claim.key,)
+                ).fetchone()
             return IdempotencyKey(*row)
 
         return await self._submit(write)
@@ -158,7 +157,8 @@ class Store:
         """Free a key whose creation failed, so that a retry can try again."""
 
         def write() -> None:
-            self._db.execute("DELETE FROM idempotency WHERE key = ? AND sandbox_id = ?", (key, sandbox_id))
+            with self._transaction() as db:
+                db.execute("DELETE FROM idempotency WHERE key = ? AND sandbox_id = ?", (key, sandbox_id))
 
         await self._submit(write)
 
@@ -166,14 +166,12 @@ class Store:
         """Forget what ended before `before`, with its log and its idempotency keys; return the ids."""
 
         def write() -> list[str]:
-            moment = before.isoformat()
-            ids = [i for (i,) in self._db.execute("SELECT id FROM sandboxes WHERE ended_at < ?", (moment,))]
-            self._db.execute("BEGIN IMMEDIATE")
-            for sandbox_id in ids:
-                self._db.execute("DELETE FROM sandboxes WHERE id = ?", (sandbox_id,))
-                self._db.execute("DELETE FROM events WHERE sandbox_id = ?", (sandbox_id,))
-                self._db.execute("DELETE FROM idempotency WHERE sandbox_id = ?", (sandbox_id,))
-            self._db.execute("COMMIT")
+            with self._transaction() as db:
+                ids = [i for (i,) in db.execute("SELECT id FROM sandboxes WHERE ended_at < ?", (before.isoformat(),))]
+                for sandbox_id in ids:
+                    db.execute("DELETE FROM sandboxes WHERE id = ?", (sandbox_id,))
+                    db.execute("DELETE FROM events WHERE sandbox_id = ?", (sandbox_id,))
+                    db.execute("DELETE FROM idempotency WHERE sandbox_id = ?", (sandbox_id,))
             return ids
 
         return await self._submit(write)
@@ -182,12 +180,21 @@ class Store:
         def guarded() -> T:
             try:
                 return work()
-            except sqlite3.OperationalError as error:
-                if "full" in str(error) or getattr(error, "errno", None) == errno.ENOSPC:
-                    raise InsufficientStorage(f"no space to write {self._path}: free some on the host") from error
-                raise InfrastructureError(f"the state database {self._path} failed: {error}") from error
+            except sqlite3.Error as error:
+                raise self._explained(error) from error
 
         return asyncio.get_running_loop().run_in_executor(self._thread, guarded)
+
+    def _explained(self, error: sqlite3.Error) -> InfrastructureError:
+        """The error of ours that says the same; the low byte of SQLite's extended code is its kind."""
+        match getattr(error, "sqlite_errorcode", 0) & 0xFF:
+            case sqlite3.SQLITE_FULL:
+                return InsufficientStorage(f"no space to write {self._path}: free some on the host")
+            case sqlite3.SQLITE_CORRUPT | sqlite3.SQLITE_NOTADB:
+                said = f"the state database {self._path} is damaged: {error}"
+                return InfrastructureError(f"{said}; stop the server, then restore it or move it away")
+            case _:
+                return InfrastructureError(f"the state database {self._path} failed: {error}")
 
     async def aclose(self) -> None:
         """Finish the writes under way and close."""
