@@ -1,20 +1,53 @@
 """One typed tree of settings: defaults, then a TOML file, then ``AENV_*`` variables.
 
 The file is ``$AENV_HOME/config.toml`` or what ``AENV_CONFIG`` names. A variable is ``AENV_<SECTION>_<KEY>``
-(``AENV_API_PORT=9000``); lists are comma-separated. An unknown key or a value of the wrong type is a ConfigError.
+(``AENV_API_PORT=9000``); lists are comma-separated. An unknown key, a value of the wrong type or one out of range is a
+ConfigError.
 """
 
 import dataclasses
+import ipaddress
 import os
 import tomllib
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from aenv.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What a setting must be beyond its type: in words, after "must be", and as a test."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+def between(least: float, most: float) -> Rule:
+    """A number from `least` to `most`; NaN and the infinities are none."""
+    return Rule(f"between {least:,} and {most:,}".replace(",", " "), lambda value: least <= value <= most)
+
+
+def _is_ipv4_network(text: str) -> bool:
+    try:
+        return 14 <= ipaddress.IPv4Network(text).prefixlen <= 30
+    except ValueError:
+        return False
+
+
+YEARS = 10 * 365 * 24 * 3600
+"""Ten of them, in seconds: far from where dates and timers overflow."""
+Seconds = Annotated[float, between(0.001, 24 * 3600)]
+LongTime = Annotated[int, between(1, YEARS)]
+"""Seconds."""
+Amount = Annotated[int, between(1, 1_000_000_000)]
+Count = Annotated[int, between(1, 100_000)]
+UIDS = 1 << 31
+"""User ids are below this everywhere; the kernel's own type is wider."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,9 +55,9 @@ class ApiSettings:
     """The HTTP listener. `domain` is returned to clients when set (wildcard DNS `{port}-{id}.{domain}`)."""
 
     host: str = "127.0.0.1"
-    port: int = 8000
+    port: Annotated[int, between(1, 65535)] = 8000
     domain: str | None = None
-    max_body_bytes: int = 1 << 20
+    max_body_bytes: Amount = 1 << 20
     """Largest JSON body of an API call; what goes through the proxy is not limited."""
 
 
@@ -34,19 +67,19 @@ class OrchestratorSettings:
 
     on_timeout: Literal["pause", "kill"] = "pause"
     """What an omitted `autoPause` means at expiry, where this version can pause."""
-    max_timeout: int = 30 * 24 * 3600
-    max_sandboxes: int = 1000
-    boot_concurrency: int = field(default_factory=lambda: max(2, os.cpu_count() or 1))
+    max_timeout: LongTime = 30 * 24 * 3600
+    max_sandboxes: Count = 1000
+    boot_concurrency: Count = field(default_factory=lambda: max(2, os.cpu_count() or 1))
     """Guests that boot at the same time; further creates wait their turn."""
-    boot_deadline: float = 60.0
+    boot_deadline: Seconds = 60.0
     """From the start of a VMM to a ready guest."""
-    create_deadline: float = 150.0
+    create_deadline: Seconds = 150.0
     """A whole create, the wait for its turn included."""
-    kill_deadline: float = 10.0
+    kill_deadline: Seconds = 10.0
     """One try to end a VMM and release what it held."""
-    max_metadata_bytes: int = 64 * 1024
+    max_metadata_bytes: Amount = 64 * 1024
     """Of metadata and of environment variables, each, keys and values together."""
-    ended_retention: int = 7 * 24 * 3600
+    ended_retention: LongTime = 7 * 24 * 3600
     """How long the record of an ended sandbox, with its reason, is kept."""
 
 
@@ -57,7 +90,7 @@ class VmmSettings:
     accel: Literal["auto", "kvm", "tcg"] = "auto"
     qemu_binary: str | None = None
     """Path of qemu-system-<arch>; found on PATH when unset."""
-    uid_base: int = 2_000_000
+    uid_base: Annotated[int, between(1000, UIDS - 1)] = 2_000_000
     """Each VMM runs as its own user: this number plus its network slot's."""
 
 
@@ -65,10 +98,12 @@ class VmmSettings:
 class NetworkSettings:
     """Network slots. `cidr` is cut into /30s, one per slot."""
 
-    cidr: str = "10.213.0.0/16"
-    pool_size: int = 4
+    cidr: Annotated[str, Rule("an IPv4 network from /14 to /30, such as 10.213.0.0/16", _is_ipv4_network)] = (
+        "10.213.0.0/16"
+    )
+    pool_size: Annotated[int, between(0, 100_000)] = 4
     """Slots kept ready beyond those in use."""
-    max_slots: int = 1000
+    max_slots: Count = 1000
     dns_upstream: tuple[str, ...] = ()
     """Upstream resolvers; the host's own when empty."""
     allow_internal: tuple[str, ...] = ()
@@ -91,7 +126,7 @@ class ImageSettings:
     """`blockd`: layers served by the data plane. `plain`: qcow2 files, for hosts without FUSE."""
     blockd: str | None = None
     """Path of aenv-blockd; the checkout's own build, else the one on PATH, when unset."""
-    cache_mb: int = 16 * 1024
+    cache_mb: Amount = 16 * 1024
     """Most that blocks of remote layers may take on disk."""
 
 
@@ -99,9 +134,9 @@ class ImageSettings:
 class TemplateSettings:
     """Resources of the `base` template."""
 
-    cpu_count: int = 2
-    memory_mb: int = 512
-    disk_mb: int = 8192
+    cpu_count: Annotated[int, between(1, 1024)] = 2
+    memory_mb: Amount = 512
+    disk_mb: Amount = 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +212,14 @@ def load(home: Path | None = None, environ: Mapping[str, str] | None = None) -> 
     for name in sections:
         values[name] = _section(typing.get_type_hints(Settings)[name], name, tree.get(name, {}), path, environ)
     _refuse_unknown_variables(sections, environ)
-    return Settings(home=home, **values)
+    settings = Settings(home=home, **values)
+    first, slots = settings.vmm.uid_base, settings.network.max_slots
+    if first + slots > UIDS:
+        raise ConfigError(
+            f"vmm.uid_base = {first} and network.max_slots = {slots}: their sum must be at most {UIDS}, "
+            "as each VMM runs as a user of its own"
+        )
+    return settings
 
 
 CLIENT_VARIABLES = frozenset({"AENV_API_KEY", "AENV_API_URL"})
@@ -209,7 +251,7 @@ def _read_toml(path: Path, *, required: bool) -> dict[str, Any]:
 def _section(cls: Any, section: str, given: Any, path: Path, environ: Mapping[str, str]) -> Any:
     if not isinstance(given, dict):
         raise ConfigError(f"{path}: [{section}] must be a table, not {given!r}")
-    hints = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
     if unknown := set(given) - set(hints):
         raise ConfigError(f"{path}: unknown setting {section}.{sorted(unknown)[0]}; known: {', '.join(sorted(hints))}")
     values: dict[str, Any] = {}
@@ -225,6 +267,12 @@ def _section(cls: Any, section: str, given: Any, path: Path, environ: Mapping[st
 def _convert(hint: Any, value: Any, where: str, *, text: bool) -> Any:
     """Check `value` against `hint`; with `text` it is a variable's string and is parsed first."""
     origin = typing.get_origin(hint)
+    if origin is Annotated:
+        plain, rule = typing.get_args(hint)
+        converted = _convert(plain, value, where, text=text)
+        if not rule.holds(converted):
+            raise ConfigError(f"{where}: must be {rule.words}")
+        return converted
     if origin is types.UnionType:
         if text and value == "":
             return None
