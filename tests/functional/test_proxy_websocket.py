@@ -72,8 +72,9 @@ async def test_handshake_headers_path_and_subprotocol(node: Node) -> None:
 
     port = await upstream(node, handler, subprotocols=[Subprotocol("v2"), Subprotocol("v1")], process_response=cookie)
     offered = [Subprotocol("v1"), Subprotocol("v2")]
-    sent = {"Authorization": "Bearer x", "X-API-Key": "e2b_platform"}
-    async with dial(node, port, "/a%2Fb//c?d=%20", subprotocols=offered, origin="http://o", headers=sent) as client:
+    sent = {"Authorization": "Bearer x", "X-API-Key": "e2b_platform ", "Cookie": "key=e2b_platform"}
+    with_key = [Subprotocol("e2b_platform"), *offered]
+    async with dial(node, port, "/a%2Fb//c?d=%20", subprotocols=with_key, origin="http://o", headers=sent) as client:
         assert client.subprotocol == await client.recv()
         assert client.response is not None
         assert client.response.headers["Set-Cookie"] == "a=1"
@@ -81,6 +82,7 @@ async def test_handshake_headers_path_and_subprotocol(node: Node) -> None:
     headers = seen["headers"]
     assert (headers["Origin"], headers["Authorization"]) == ("http://o", "Bearer x")
     assert headers["Host"] == f"127.0.0.1:{node.port}"
+    assert "e2b_platform" not in str(headers)
     assert headers["X-Forwarded-Proto"] == "http"
     assert not [name for name in headers if "sandbox" in name.lower() or "api-key" in name.lower()]
     url = f"ws://127.0.0.1:{node.port}/proxy/ia/{port}/x"
@@ -170,6 +172,8 @@ async def test_refused_handshakes_say_why(node: Node) -> None:
     assert await refused(node, closed) == (502, expected)
     status, body = await refused(node, closed, headers={"E2b-Sandbox-Id": "igone"})
     assert (status, body["message"]) == (502, "The sandbox was not found")
+    status, body = await refused(node, closed, path="/?key=e2b_platform")
+    assert (status, body["code"]) == (400, 400)
     status, body = await refused(node, 0)
     assert (status, body["code"]) == (400, 400)
     node.sandboxes.add("ia", public=False)

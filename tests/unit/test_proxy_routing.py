@@ -297,6 +297,17 @@ def test_what_is_not_for_the_sandbox_is_taken_out() -> None:
     ]
 
 
+@pytest.mark.parametrize("name", [b"x-api-key", b"authorization", b"cookie", b"x-forwarded-host", b"host", b"x-own"])
+@pytest.mark.parametrize("value", [b"%s", b"%s ", b"%s\t", b" %s", b"%s, x", b"x, %s", b"Bearer %s", b"a=1; key=%s"])
+def test_the_platforms_api_key_never_goes_into_a_sandbox(name: bytes, value: bytes) -> None:
+    key = b"e2b_" + b"0" * 40
+    sent = request((name, value % key), (b"x-other", b"1"), api_key=key)
+    assert (b"x-other", b"1") in forwarded(sent)
+    assert key not in request_head(sent, Framing())
+    with pytest.raises(BadRequest, match="API key"):
+        request_head(request(target=b"/x?key=" + key, api_key=key), Framing())
+
+
 def test_an_api_key_of_the_sandboxs_own_application_passes() -> None:
     assert (b"x-api-key", b"theirs") in forwarded(request((b"x-api-key", b"theirs")))
 

@@ -25,7 +25,8 @@ class RequireKey:
         await self._app(scope, receive, send)
 
     def _refuse(self, scope: Scope) -> Unauthorized | None:
-        given = [value for name, value in scope["headers"] if name == b"x-api-key"]
+        # White space around a value is no part of it (RFC 9110 5.5); the parser leaves some of it.
+        given = [value.strip(b" \t") for name, value in scope["headers"] if name == b"x-api-key"]
         if not given:
             return Unauthorized("No API key: send it in the X-API-Key header (E2B_API_KEY for the SDKs)")
         # Several headers are several claims; one wrong claim is enough to refuse.

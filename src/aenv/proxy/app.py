@@ -131,7 +131,8 @@ class ProxyApp:
 
 def _has_token(scope: Scope, route: Route) -> bool:
     token = route.traffic_token.encode()
-    return any(name == TRAFFIC_TOKEN_HEADER and compare_digest(value, token) for name, value in scope["headers"])
+    given = (value.strip(b" \t") for name, value in scope["headers"] if name == TRAFFIC_TOKEN_HEADER)
+    return any(compare_digest(value, token) for value in given)
 
 
 def _request(scope: Scope, target: SandboxTarget, route: Route, api_key: bytes | None) -> Request:

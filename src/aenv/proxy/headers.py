@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from hmac import compare_digest
 
 from aenv.errors import BadRequest
 from aenv.proxy.routing import ID_HEADERS, PORT_HEADERS, TRAFFIC_TOKEN_HEADER, Headers
@@ -42,6 +41,10 @@ class Request:
     mask_host: str | None
     api_key: bytes | None
 
+    def holds_key(self, text: bytes) -> bool:
+        """Whether the platform's API key is in it, wherever: with white space, in a list, as a bearer token, a cookie."""
+        return self.api_key is not None and self.api_key in text
+
 
 @dataclass(frozen=True, slots=True)
 class Framing:
@@ -72,13 +75,15 @@ def forwarded(request: Request) -> list[tuple[bytes, bytes]]:
     """The end-to-end headers, Host first.
 
     `X-Access-Token` goes to every port: a code interpreter on its own port uses it to ask envd. It opens nothing but
-    the sandbox it is sent to. The platform's own API key opens everything, so it never goes in.
+    the sandbox it is sent to. The platform's own API key opens everything, so no header that holds it goes in.
     """
     named = _named_by_connection(request.headers)
     host = b""
     kept: list[tuple[bytes, bytes]] = []
     rewritten: dict[bytes, bytes] = {}
     for name, value in request.headers:
+        if request.holds_key(value):
+            continue
         if name in _NOT_FORWARDED or name in named:
             if name == b"host":
                 host = value
@@ -86,8 +91,6 @@ def forwarded(request: Request) -> list[tuple[bytes, bytes]]:
         if name in _REWRITTEN:
             before = rewritten.get(name)
             rewritten[name] = value if before is None else before + b", " + value
-            continue
-        if name == b"x-api-key" and request.api_key is not None and compare_digest(value, request.api_key):
             continue
         kept.append((name, value))
     _add_forwarding(request, host, rewritten)
@@ -97,7 +100,9 @@ def forwarded(request: Request) -> list[tuple[bytes, bytes]]:
 
 
 def request_head(request: Request, body: Framing) -> bytes:
-    """The bytes of request line and headers. Raises BadRequest when a part could be read as the end of another."""
+    """The bytes of request line and headers. Raises BadRequest when a part could be read as the end of another, or the
+    target holds the platform's API key."""
+    refuse_key_in_target(request)
     lines = [b"%b %b HTTP/1.1" % (request.method.encode("latin-1"), request.target)]
     lines += [b"%b: %b" % header for header in forwarded(request)]
     if body.chunked:
@@ -111,6 +116,12 @@ def request_head(request: Request, body: Framing) -> bytes:
     if lines[0].count(b" ") != 2:
         raise BadRequest("the request target has a space; percent-encode it")
     return head + b"\r\n\r\n"
+
+
+def refuse_key_in_target(request: Request) -> None:
+    """Raises BadRequest: a target cannot be relieved of the key as headers can, and servers log it."""
+    if request.holds_key(request.target):
+        raise BadRequest("the URL holds the platform's API key, which no sandbox may see; send it in no request to one")
 
 
 def response_headers(status: int, headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

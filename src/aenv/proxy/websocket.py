@@ -14,7 +14,7 @@ from websockets.uri import WebSocketURI
 
 from aenv.proxy.asgi import Receive, Scope, Send, abort_of, break_client
 from aenv.proxy.connection import UpstreamError
-from aenv.proxy.headers import HOP_BY_HOP, Request, forwarded
+from aenv.proxy.headers import HOP_BY_HOP, Request, forwarded, refuse_key_in_target
 from aenv.proxy.upstream import Generation
 
 HANDSHAKE_DEADLINE = 30.0
@@ -69,7 +69,7 @@ class Tunnel:
         """Raises Refused, or UpstreamError when what answers is no WebSocket server."""
         path, _, query = request.target.decode("latin-1").partition("?")
         uri = WebSocketURI(False, address, request.port, path, query)
-        offered = [Subprotocol(name) for name in subprotocols] or None
+        offered = [Subprotocol(name) for name in subprotocols if not request.holds_key(name.encode("latin-1"))] or None
         protocol = self._protocol = ClientProtocol(uri, subprotocols=offered, max_size=MAX_MESSAGE)
         opening = protocol.connect()
         headers = Headers()
@@ -173,11 +173,12 @@ def end_to_end(response: Response) -> list[tuple[bytes, bytes]]:
 async def join(scope: Scope, receive: Receive, send: Send, request: Request, generation: Generation) -> None:
     """Open the sandbox's side, accept the client's, and carry messages and close codes until either ends.
 
-    Raises PortNotOpen, Unreachable, UpstreamError or Refused while the client's handshake is unanswered; afterwards a
+    Raises BadRequest, PortNotOpen, Unreachable, UpstreamError or Refused while the client's handshake is unanswered; afterwards a
     sandbox's side that breaks off breaks the client's.
     """
     if (await receive())["type"] != "websocket.connect":
         return
+    refuse_key_in_target(request)
     reader = asyncio.StreamReader(limit=READ_SIZE)
     transport, stream = await generation.open(request.port, lambda: asyncio.StreamReaderProtocol(reader))
     tunnel = Tunnel(transport, stream, reader)
