@@ -1,8 +1,6 @@
 """The one place where the parts of a node are put together, started, and closed in the reverse order."""
 
 import asyncio
-import fcntl
-import os
 import resource
 import signal
 import socket
@@ -20,6 +18,7 @@ from aenv.config import Settings
 from aenv.errors import ConfigError
 from aenv.guest.envd import GuestClient
 from aenv.guest.provision import GuestBundle, load_bundle
+from aenv.home import held
 from aenv.images.store import make_store
 from aenv.network.pool import SlotPool
 from aenv.network.protocol import Network
@@ -51,8 +50,8 @@ def run(settings: Settings) -> None:
 
 
 async def _serve(settings: Settings) -> None:
-    api_key = await asyncio.to_thread(apikey.load, settings.secrets_dir)
     with only_server(settings), listening(settings) as listener:
+        api_key = await asyncio.to_thread(apikey.load, settings.secrets_dir)
         bundle = await asyncio.to_thread(load_bundle, settings.home)
         vmm = QemuVmm(
             home=settings.home,
@@ -152,23 +151,9 @@ class WebServer(uvicorn.Server):
 @contextmanager
 def only_server(settings: Settings) -> Iterator[None]:
     """Hold the home: two servers on one would destroy each other's sandboxes. Raises ConfigError."""
-    settings.home.mkdir(mode=0o711, parents=True, exist_ok=True)
-    with settings.pid_file.open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            raise ConfigError(
-                f"a server (pid {file.read().strip() or 'unknown'}) already runs on {settings.home}; stop it, "
-                "or set AENV_HOME to another folder"
-            ) from None
-        file.truncate(0)
-        file.write(f"{os.getpid()}\n")
-        file.flush()
-        try:
-            yield
-        finally:
-            file.truncate(0)
+    busy = f"a server (pid {{pid}}) already runs on {settings.home}; stop it, or set AENV_HOME to another folder"
+    with held(settings.pid_file, busy):
+        yield
 
 
 @contextmanager

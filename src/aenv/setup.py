@@ -1,15 +1,14 @@
 """`aenv setup`: everything a node needs before its server can start. Does only what is missing; safe to interrupt."""
 
 import asyncio
-import fcntl
 import platform
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from aenv.config import Settings
-from aenv.errors import ConfigError, ProvisionError
+from aenv.errors import ProvisionError
 from aenv.guest.provision import provision
+from aenv.home import held
 from aenv.templates.base import ensure_base
 from aenv.templates.models import Template
 from aenv.templates.store import TemplateStore
@@ -20,8 +19,9 @@ async def setup(settings: Settings, progress: Callable[[str], None]) -> Template
 
     Raises ProvisionError, ConfigError, InsufficientStorage, DeadlineExceeded.
     """
-    await asyncio.to_thread(settings.home.mkdir, mode=0o711, parents=True, exist_ok=True)
-    with _alone(settings):
+    with held(
+        settings.home / "setup.lock", f"another `aenv setup` (pid {{pid}}) works on {settings.home}; wait for it"
+    ):
         bundle = await provision(settings.home, _envd(settings), progress)
         store = TemplateStore(settings.templates_dir)
         await asyncio.to_thread(store.sweep)
@@ -37,13 +37,3 @@ def _envd(settings: Settings) -> Path:
     if not built.exists():
         raise ProvisionError(f"the guest's daemon is not built ({built}); run `make build`, or set guest.envd")
     return built
-
-
-@contextmanager
-def _alone(settings: Settings) -> Iterator[None]:
-    with (settings.home / "setup.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"another `aenv setup` works on {settings.home}; wait for it") from None
-        yield

@@ -8,11 +8,12 @@ import aenv
 
 ROOT = Path(aenv.__file__).parent
 
-LEAVES = {"errors", "config", "threads", "__init__"}
+LEAVES = {"errors", "config", "home", "threads", "__init__"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "threads": set(),
     "config": {"errors"},
+    "home": {"errors"},
     "lifecycle": set(),
     "distro": {"errors"},
     "observability": LEAVES,
