@@ -1,7 +1,7 @@
 """The templates of a node: ``$AENV_HOME/templates/<id>/template.json`` beside the image, and ``names.json``.
 
 A template appears by a rename of its finished folder; a name moves by a rename of ``names.json``. So a reader never
-sees half a template, and a name never points at one that is not ready.
+sees half a template, and a name never points at one that is not ready. A damaged template is left out, not the others.
 """
 
 import dataclasses
@@ -10,16 +10,24 @@ import os
 import re
 import shutil
 import uuid
+from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
+from typing import Any
+
+import structlog
 
 from aenv.errors import BadRequest, NotFound, ProvisionError
 from aenv.templates.models import Template
+
+log = structlog.get_logger(__name__)
 
 NAMES = "names.json"
 MANIFEST = "template.json"
 REFERENCE = re.compile(r"(?P<name>(?:[a-z0-9_-]+/)?[a-z0-9_-]+)(?::(?P<tag>[a-z0-9_.-]+))?")
 """``name``, ``ns/name``, with ``:tag``, lower-cased (E2B's rule)."""
+ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
+"""A template's id, which is also its folder's name."""
 DEFAULT_TAG = "default"
 
 
@@ -31,6 +39,8 @@ class TemplateStore:
         self._stamp: tuple[int, int] | None = None
         self._names: dict[str, str] = {}
         self._templates: dict[str, Template] = {}
+        self._damaged: dict[str, str] = {}
+        """Ids of templates that cannot be read, and why."""
 
     def list(self) -> tuple[Template, ...]:
         """All templates that have a name, newest first."""
@@ -38,10 +48,10 @@ class TemplateStore:
         return tuple(sorted(self._templates.values(), key=lambda t: t.created_at, reverse=True))
 
     def resolve(self, reference: str) -> Template:
-        """By id, name, or ``name:tag``. Raises NotFound or BadRequest with E2B's texts."""
+        """By id, name, or ``name:tag``. Raises NotFound or BadRequest with E2B's texts; ProvisionError if damaged."""
         self._refresh()
-        if template := self._templates.get(reference):
-            return template
+        if reference in self._templates or reference in self._damaged:
+            return self._get(reference)
         match = REFERENCE.fullmatch(reference.lower())
         if match is None:
             raise BadRequest(f"Invalid template reference: '{reference[:200]}': expected an id, name or name:tag")
@@ -50,9 +60,15 @@ class TemplateStore:
         if name not in known:
             raise NotFound(f"template '{reference}' not found")
         try:
-            return self._templates[self._names[f"{name}:{tag}"]]
+            template_id = self._names[f"{name}:{tag}"]
         except KeyError:
             raise NotFound(f"tag '{tag}' does not exist for template '{name}'") from None
+        return self._get(template_id)
+
+    def _get(self, template_id: str) -> Template:
+        if why := self._damaged.get(template_id):
+            raise ProvisionError(why)
+        return self._templates[template_id]
 
     def stage(self) -> Path:
         """A fresh folder for one build, beside its later place. The builder deletes it or publishes it."""
@@ -70,6 +86,7 @@ class TemplateStore:
         manifest = dataclasses.asdict(template) | {"created_at": template.created_at.isoformat()}
         try:
             if self.path(template.id).exists():  # finished by a build that ended before it could move the names
+                self._repair(template.id, manifest)
                 shutil.rmtree(staging)
             else:
                 _write(staging / MANIFEST, manifest)
@@ -86,34 +103,81 @@ class TemplateStore:
         for leftover in self._dir.glob(".staging-*"):
             shutil.rmtree(leftover, ignore_errors=True)
 
+    def _repair(self, template_id: str, manifest: dict[str, Any]) -> None:
+        try:
+            self._read(template_id)
+        except ProvisionError:
+            _write(self.path(template_id) / MANIFEST, manifest)
+
     def _refresh(self) -> None:
         try:
             found = (self._dir / NAMES).stat()
         except FileNotFoundError:
             return
+        except OSError as error:
+            raise ProvisionError(f"cannot read {self._dir / NAMES}: {error}") from error
         stamp = (found.st_ino, found.st_mtime_ns)
         if stamp != self._stamp:
             self._names = self._read_names()
-            self._templates = {i: self._read(i) for i in set(self._names.values())}
+            self._read_all(set(self._names.values()))
             self._stamp = stamp
 
+    def _read_all(self, ids: Iterable[str]) -> None:
+        before, self._templates, self._damaged = self._damaged, {}, {}
+        for template_id in ids:
+            try:
+                self._templates[template_id] = self._read(template_id)
+            except ProvisionError as error:
+                self._damaged[template_id] = error.message
+                if before.get(template_id) != error.message:
+                    log.error("template.damaged", id=template_id, error=error.message)
+
     def _read_names(self) -> dict[str, str]:
+        path = self._dir / NAMES
         try:
-            return dict(json.loads((self._dir / NAMES).read_text()))
+            names = json.loads(path.read_text())
+            if not isinstance(names, dict):
+                raise ValueError("it is no object")
+            for name, template_id in names.items():
+                if not REFERENCE.fullmatch(name) or not isinstance(template_id, str) or not ID.fullmatch(template_id):
+                    raise ValueError(f"{name[:100]!r} names no template: {str(template_id)[:100]!r}")
+            return names
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError) as error:
-            raise ProvisionError(f"{self._dir / NAMES} is damaged ({error}); run `aenv setup`") from error
+        except (OSError, ValueError, RecursionError) as error:
+            raise ProvisionError(f"{path} is damaged ({error}); delete it and run `aenv setup`") from error
 
     def _read(self, template_id: str) -> Template:
         path = self.path(template_id) / MANIFEST
         try:
-            manifest = json.loads(path.read_text())
-            manifest["created_at"] = datetime.fromisoformat(manifest["created_at"])
-            manifest["names"] = tuple(manifest["names"])
-            return Template(**manifest)
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise ProvisionError(f"{path} is damaged ({error}); run `aenv setup`") from error
+            template = _parse(json.loads(path.read_text()))
+            if template.id != template_id:
+                raise ValueError(f"it is of template {template.id[:100]!r}")
+            return template
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+            raise ProvisionError(
+                f"template {template_id} is damaged: {path}: {error}; run `aenv setup`, or build it again"
+            ) from error
+
+
+def _parse(manifest: Any) -> Template:
+    """A template of its manifest. Raises ValueError, TypeError or KeyError if it is not as `publish` writes it."""
+    if not isinstance(manifest, dict):
+        raise TypeError("it is no object")
+    template = Template(
+        **manifest | {"created_at": datetime.fromisoformat(manifest["created_at"]), "names": tuple(manifest["names"])}
+    )
+    texts = [template.id, template.build_id, template.envd_version, template.user, template.workdir]
+    if not isinstance(template.env, dict):
+        raise TypeError("its env is no object")
+    if not all(isinstance(text, str) for text in [*texts, *template.names, *template.env.values()]):
+        raise TypeError("a text is not a string")
+    for size in (template.cpu_count, template.memory_mb, template.disk_mb):
+        if type(size) is not int or size < 1:
+            raise ValueError("a size is not a positive integer")
+    if template.created_at.tzinfo is None:
+        raise ValueError("its time has no zone")
+    return template
 
 
 def _write(path: Path, value: object) -> None:
