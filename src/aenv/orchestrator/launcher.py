@@ -19,6 +19,7 @@ from aenv.network.protocol import Network, Slot
 from aenv.orchestrator.record import Record
 from aenv.orchestrator.tokens import Tokens
 from aenv.threads import to_its_end
+from aenv.vmm.console import last_words
 from aenv.vmm.protocol import Vm, Vmm, VmSpec
 
 CONSOLE_LINES = 5
@@ -105,9 +106,8 @@ class Launcher:
             console = b""
             with suppress(InfrastructureError):
                 console = await vm.console()
-            lines = console.decode(errors="replace").split("\n")
-            said = " | ".join([line.strip() for line in lines if line.strip()][-CONSOLE_LINES:])
-            raise DeadlineExceeded(f"{error.message}; its console ends with: {said or 'nothing'}") from error
+            said = last_words(console, CONSOLE_LINES) or "its console says nothing"
+            raise DeadlineExceeded(f"{error.message}; {said}") from error
 
     async def ended(self, record: Record, held: Held) -> VmmExited | DiskLost:
         """Return when the guest cannot go on, with the event that says why."""

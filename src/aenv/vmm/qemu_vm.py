@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from aenv.errors import AenvError, DeadlineExceeded, VmmError
+from aenv.vmm.console import last_words
 from aenv.vmm.launch import QMP_SOCKET, Output
 from aenv.vmm.process import Process
 from aenv.vmm.protocol import VmExit, VmHandle
@@ -19,6 +20,8 @@ from aenv.vmm.qmp import DEFAULT_DEADLINE, QmpClient
 SERIAL_LOG = "serial.log"
 _LAST_WORDS_DEADLINE = 2.0
 """Seconds to fetch the console of a guest that ended, before its VMM is killed."""
+_LAST_WORDS = 3
+"""Lines."""
 _DEAD_STATES = {
     "shutdown": "the guest shut down",
     "guest-panicked": "the guest's kernel panicked",
@@ -161,12 +164,10 @@ class QemuVm:
         self._exit.set_result(VmExit(self._process.status, detail))
 
     async def _note_last_words(self) -> None:
-        """Log the console; its last lines often say why a guest ended."""
-        text = (await self.console(deadline=_LAST_WORDS_DEADLINE)).decode(errors="replace")
-        last = " | ".join([line.strip() for line in text.splitlines() if line.strip()][-3:])
+        """Log the console; it often says why a guest ended."""
+        last = last_words(await self.console(deadline=_LAST_WORDS_DEADLINE), _LAST_WORDS)
         if last and self._reason:
-            # The guest's own words: shown as a literal, so that they cannot pass for ours.
-            self._reason += f"; its console ends with {last[-300:]!r}"
+            self._reason += f"; {last}"
 
     async def _check(self) -> None:
         """The virtual CPUs have stopped: because somebody asked for it, or for good? Or the connection is gone."""
