@@ -128,6 +128,8 @@ class ImageSettings:
     """Path of aenv-blockd; the checkout's own build, else the one on PATH, when unset."""
     cache_mb: Amount = 16 * 1024
     """Most that blocks of remote layers may take on disk."""
+    ublk: Literal["auto", "off"] = "auto"
+    """Whether disks may be block devices where the kernel has ublk; files of a FUSE mount otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -149,6 +149,7 @@ def _images(settings: Settings) -> Check:
     if not Path("/dev/fuse").is_char_device():
         return Check("images", Verdict.FAIL, "no /dev/fuse", "modprobe fuse, or give the container the device")
     ublk = "and ublk" if Path("/dev/ublk-control").exists() else "(no ublk: modprobe ublk_drv where the kernel has it)"
+    ublk = ublk if settings.images.ublk == "auto" else "(images.ublk = off)"
     return Check("images", Verdict.OK, f"{found}, FUSE {ublk}")
 
 

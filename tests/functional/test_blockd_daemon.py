@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from aenv.config import load
+from aenv.config import ImageSettings, Settings, load
 from aenv.errors import ConfigError, ImageError, ProvisionError
 from aenv.images import daemon as module
 from aenv.images import process
 from aenv.images.client import BlockdClient
 from aenv.images.daemon import BlockDaemon, Places, Run
-from aenv.images.store import find_blockd
+from aenv.images.store import find_blockd, make_store
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="mounts: needs root")
 
@@ -138,6 +138,21 @@ async def test_one_that_hangs_is_killed_and_replaced(make: Make, monkeypatch: py
         assert "signal 9" in await run.ended()
     monkeypatch.setattr(module, "_CHECK_DEADLINE", 15.0)
     assert (await owner.running()).info.pid != run.info.pid
+
+
+async def test_block_devices_can_be_ruled_out(tmp_path: Path) -> None:
+    images = ImageSettings(store="blockd", blockd=load().images.blockd, ublk="off")
+    try:
+        store = make_store(Settings(home=tmp_path, images=images))
+    except ProvisionError as error:
+        pytest.skip(error.message)
+    await store.start([])
+    client = BlockdClient(Places.of_home(tmp_path).socket)
+    ublk = (await client.version()).targets["ublk"]
+    await client.aclose()
+    await store.aclose()
+    assert not ublk.available
+    assert "--no-ublk" in (ublk.reason or "")
 
 
 async def test_a_second_one_on_the_home_does_not_start(make: Make) -> None:

@@ -94,12 +94,16 @@ class Run:
 class BlockDaemon:
     """Owns the daemon of `places` while the server runs. Only one owner per home: the server's lock sees to that."""
 
-    def __init__(self, *, places: Places, binary: Path, cache_bytes: int, tied: bool = False) -> None:
-        """`tied` is for a daemon that must end with this process, also when that is killed."""
+    def __init__(
+        self, *, places: Places, binary: Path, cache_bytes: int, ublk: bool = True, tied: bool = False
+    ) -> None:
+        """`ublk`: whether images may be block devices. `tied`: it must end with this process, also when that is
+        killed."""
         self.places = places
         self._argv = [_TIE, "--pdeathsig", "TERM"] if tied else []
         self._argv += [str(binary), "--socket", str(places.socket), "--mount", str(places.mount)]
         self._argv += ["--cache", str(places.cache), "--cache-bytes", str(cache_bytes)]
+        self._argv += [] if ublk else ["--no-ublk"]
         self._run: Run | None = None
         self._changed = asyncio.Event()
         self._failure = "it has not been started"

@@ -27,6 +27,7 @@ def make_store(settings: Settings) -> ImageStore:
         places=Places.of_home(settings.home),
         binary=find_blockd(settings),
         cache_bytes=settings.images.cache_mb << 20,
+        ublk=settings.images.ublk == "auto",
     )
     return BlockImages(templates_dir=settings.templates_dir, layers=LayerStore(settings.layers_dir), daemon=daemon)
 
@@ -77,7 +78,7 @@ async def scratch_daemon(settings: Settings) -> AsyncIterator[BlockdClient]:
     or ending at any moment, is left alone."""
     with tempfile.TemporaryDirectory(prefix="aenv-blockd-", ignore_cleanup_errors=True) as scratch:
         places = Places(state=Path(scratch), cache=Path(scratch, "cache"))
-        daemon = BlockDaemon(places=places, binary=find_blockd(settings), cache_bytes=1 << 20, tied=True)
+        daemon = BlockDaemon(places=places, binary=find_blockd(settings), cache_bytes=1 << 20, ublk=False, tied=True)
         try:
             yield (await daemon.start()).client
         finally:
