@@ -1,7 +1,6 @@
 """envd's plain HTTP surface, the Connect protocol's edges, and hostile input."""
 
 import asyncio
-import contextlib
 import socket
 import struct
 from collections.abc import AsyncIterator
@@ -29,6 +28,16 @@ async def test_health_needs_no_token(envd: Envd) -> None:
     assert (await init(envd, accessToken="secret")).status_code == 204
     response = await envd.http.get("/health")
     assert (response.status_code, response.content) == (204, b"")
+
+
+async def test_init_needs_the_token_there_is(envd: Envd) -> None:
+    assert (await init(envd, accessToken="parent")).status_code == 204
+    for headers in ({}, {"x-access-token": "own"}):
+        refused = await envd.http.post("/init", json={"accessToken": "own"}, headers=headers)
+        assert (refused.status_code, refused.json()["code"]) == (401, 401)
+    answer = await envd.http.post("/init", json={"accessToken": "own"}, headers={"x-access-token": "parent"})
+    assert answer.status_code == 204
+    assert (await envd.http.get("/envs", headers={"x-access-token": "own"})).status_code == 200
 
 
 async def test_everything_else_needs_the_token(envd: Envd) -> None:
@@ -82,8 +91,6 @@ async def test_metrics(envd: Envd) -> None:
 async def test_unknown_paths_and_methods(envd: Envd) -> None:
     response = await envd.http.get("/no/such/path")
     assert (response.status_code, response.json()) == (404, {"code": 404, "message": "no such path: /no/such/path"})
-    # Powering off is for guests.
-    assert (await envd.http.post("/shutdown")).status_code == 404
     wrong = await envd.http.get("/process.Process/List")
     assert (wrong.status_code, wrong.json()["code"]) == (405, 405)
     missing = await envd.unary("Explode", {})
@@ -158,16 +165,81 @@ async def test_huge_requests_are_refused_without_being_kept(envd: Envd) -> None:
         for _ in range(40):
             yield b" " * (1 << 20)
 
-    response = None
-    # The daemon may close before it has read what it does not want.
-    with contextlib.suppress(httpx.TransportError):
-        response = await envd.http.post(
-            "/process.Process/List", content=endless(), headers={"content-type": "application/json"}
-        )
-    assert response is None or (response.status_code, response.json()["code"]) == (429, "resource_exhausted")
+    response = await envd.http.post(
+        "/process.Process/List", content=endless(), headers={"content-type": "application/json"}
+    )
+    assert (response.status_code, response.json()["code"]) == (429, "resource_exhausted")
     many = await asyncio.to_thread(raw, envd.port, b"GET /health HTTP/1.1\r\n" + b"X: " + b"y" * 300_000 + b"\r\n\r\n")
     assert many == b"" or many.startswith(b"HTTP/1.1 4")
     assert (await envd.http.get("/health")).status_code == 204
+
+
+@pytest.mark.parametrize("size", [1, 40])
+@pytest.mark.parametrize(
+    ("path", "content_type", "status"),
+    [
+        ("/process.Process/SendInput", "application/json", 401),
+        ("/process.Process/StreamInput", STREAM_TYPE, 401),
+        ("/filesystem.Filesystem/Stat", "text/plain", 401),
+        ("/init", "application/json", 401),
+        ("/nothing", "text/plain", 401),
+    ],
+)
+async def test_a_client_that_sends_first_and_reads_then_sees_why_it_was_refused(
+    envd: Envd, path: str, content_type: str, status: int, size: int
+) -> None:
+    await init(envd, accessToken="secret")
+    body = b"x" * (size << 20)
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: {content_type}\r\nContent-Length: {len(body)}\r\n\r\n"
+
+    def call() -> bytes:
+        with socket.create_connection(("127.0.0.1", envd.port), timeout=20) as connection:
+            connection.sendall(head.encode() + body)
+            answer = connection.recv(1 << 16)
+            # And can go on with the connection.
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            return answer + connection.recv(1 << 16)
+
+    answer = await asyncio.to_thread(call)
+    assert answer.startswith(b"HTTP/1.1 %d " % status)
+    assert b"HTTP/1.1 204 " in answer
+
+
+async def test_a_stream_that_fails_early_ends_with_its_error(envd: Envd) -> None:
+    async def body() -> AsyncIterator[bytes]:
+        yield struct.pack(">BI", 0, 40 << 20)
+        for _ in range(40):
+            yield b"x" * (1 << 20)
+
+    for method in ("Start", "StreamInput"):
+        answer = await envd.http.post(
+            f"/process.Process/{method}", content=body(), headers={"content-type": STREAM_TYPE}
+        )
+        ((flags, end),) = frames(answer.content)
+        assert (flags, end["error"]["code"]) == (2, "resource_exhausted")
+
+
+async def test_many_large_messages_share_a_bounded_memory(envd: Envd) -> None:
+    message = b'{"x":"' + b"y" * (24 << 20) + b'"}'
+
+    async def unary() -> int:
+        headers = {"content-type": "application/json"}
+        return (await envd.http.post("/process.Process/List", content=message, headers=headers)).status_code
+
+    async def stream() -> int:
+        async with envd.stream("Connect", None, body=frame(message)) as opened:
+            result = await opened.finish()
+        assert result.error is not None
+        return 200 if result.error["code"] == "invalid_argument" else 429
+
+    peak = 0
+    calls = [asyncio.create_task(call()) for call in (unary, stream) * 6]
+    while not all(call.done() for call in calls):
+        await asyncio.wait(calls, timeout=0.02)
+        peak = max(peak, envd.resident_bytes())
+    assert [call.result() for call in calls] == [200] * 12
+    assert peak < 160 << 20
+    assert envd.resident_bytes() < 6 << 20
 
 
 def raw(port: int, data: bytes) -> bytes:

@@ -122,6 +122,8 @@ async def test_working_directory(envd: Envd, tmp_path: Path) -> None:
     assert (await envd.run("pwd", cwd="~")).stdout.decode().strip() == str(Path.home())
     missing = await envd.run("pwd", cwd="/no/such/dir")
     assert missing.error == {"code": "invalid_argument", "message": "cwd '/no/such/dir' does not exist"}
+    a_file = await envd.run("pwd", cwd="/etc/passwd")
+    assert a_file.error == {"code": "invalid_argument", "message": "cwd '/etc/passwd' is not a directory"}
 
 
 async def test_users(envd: Envd) -> None:

@@ -1,6 +1,7 @@
 """The fake driver's guests, as the control plane sees them."""
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -80,14 +81,18 @@ async def test_it_echoes_and_checks(host: FakeHost, guests: GuestClient) -> None
         assert (await http.get("/envs")).status_code == 401
         assert (await http.get("/envs", headers={"X-Access-Token": "secret"})).json() == {"A": "b"}
         for bad in ("{", "[]", '{"accessToken": 1}', '{"envVars": {"A": 1}}'):
-            assert (await http.post("/init", content=bad)).status_code == 400
+            assert (await http.post("/init", content=bad, headers={"X-Access-Token": "secret"})).status_code == 400
 
 
-async def test_shutdown_ends_the_vmm(host: FakeHost, guests: GuestClient) -> None:
-    vm = await FakeVmm(host).boot(SPEC)
-    await guests.shutdown(ADDRESS)
-    assert "guest-shutdown" in (await vm.wait()).detail
-    assert host.machines == {}
+async def test_init_wants_the_token_there_is(host: FakeHost, guests: GuestClient) -> None:
+    await FakeVmm(host).boot(SPEC)
+    await guests.init(ADDRESS, INIT)
+    later = replace(INIT, generation="g2", access_token="other")
+    for wrong in (None, "other"):
+        with pytest.raises(GuestError, match="401"):
+            await guests.init(ADDRESS, later, wrong)
+    await guests.init(ADDRESS, later, "secret")
+    assert host.of("sb").guest.access_token == "other"
 
 
 async def test_a_dead_vmm_does_not_answer(host: FakeHost, guests: GuestClient) -> None:

@@ -6,18 +6,26 @@ use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
 use std::task::{Context, Poll};
+use std::time::Duration;
 
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use http_body_util::combinators::UnsyncBoxBody;
-use http_body_util::{BodyExt, Full, Limited};
-use hyper::body::{Body as HttpBody, Frame, Incoming};
+use http_body_util::{BodyExt, Full};
+use hyper::body::{Body as HttpBody, Frame, Incoming, SizeHint};
 use hyper::StatusCode;
+use tokio::runtime::Handle;
 use tokio::sync::mpsc;
+use tokio::time::{timeout_at, Instant};
 
 use crate::error::HttpError;
 
-/// A request as hyper hands it over. [`Peer`] is in its extensions.
-pub type Request = hyper::Request<Incoming>;
+/// How much of an unwanted body is read and thrown away, and for how long. Clients that read while they send know better; for
+/// the others it is what they push through in a few seconds.
+const MAX_DRAIN_BYTES: usize = 64 << 20;
+const MAX_DRAIN_TIME: Duration = Duration::from_secs(10);
+
+/// A request. [`Peer`] is in its extensions.
+pub type Request = hyper::Request<RequestBody>;
 /// A response body: whole, or streamed from a channel. An error tears the connection, which clients see as a broken stream.
 pub type Body = UnsyncBoxBody<Bytes, std::io::Error>;
 /// A response.
@@ -37,6 +45,56 @@ impl Peer {
     pub fn is_self(&self) -> bool {
         let remote = self.remote.ip().to_canonical();
         remote.is_loopback() || remote == self.local.ip().to_canonical()
+    }
+}
+
+/// The body of a request. Dropped before its end it is read on and thrown away, within limits, while the answer is on its way:
+/// dropping a body that is still coming resets the connection, and the client, or a proxy between, may then never see the answer
+/// that says why.
+#[derive(Debug)]
+pub struct RequestBody(Option<Incoming>);
+
+impl RequestBody {
+    /// Takes the body over from hyper.
+    pub fn new(body: Incoming) -> Self {
+        Self(Some(body))
+    }
+}
+
+impl HttpBody for RequestBody {
+    type Data = Bytes;
+    type Error = hyper::Error;
+
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
+        let Some(body) = &mut self.0 else { return Poll::Ready(None) };
+        let polled = Pin::new(body).poll_frame(cx);
+        if let Poll::Ready(None | Some(Err(_))) = polled {
+            self.0 = None;
+        }
+        polled
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.0.as_ref().is_none_or(HttpBody::is_end_stream)
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.0.as_ref().map_or_else(SizeHint::default, HttpBody::size_hint)
+    }
+}
+
+impl Drop for RequestBody {
+    fn drop(&mut self) {
+        let Some(mut body) = self.0.take().filter(|body| !body.is_end_stream()) else { return };
+        let Ok(runtime) = Handle::try_current() else { return };
+        runtime.spawn(async move {
+            let deadline = Instant::now() + MAX_DRAIN_TIME;
+            let mut left = MAX_DRAIN_BYTES;
+            while let Ok(Some(Ok(frame))) = timeout_at(deadline, body.frame()).await {
+                let Some(remaining) = left.checked_sub(frame.data_ref().map_or(0, Bytes::len)) else { return };
+                left = remaining;
+            }
+        });
     }
 }
 
@@ -92,14 +150,20 @@ impl HttpBody for ChannelBody {
 ///
 /// # Errors
 /// 413 when it is longer than `limit` bytes, 400 when the client broke it off.
-pub async fn read_body(body: Incoming, limit: usize) -> Result<Bytes, HttpError> {
-    match Limited::new(body, limit).collect().await {
-        Ok(collected) => Ok(collected.to_bytes()),
-        Err(error) if error.is::<http_body_util::LengthLimitError>() => {
-            Err(HttpError::new(StatusCode::PAYLOAD_TOO_LARGE, format!("request body is larger than {limit} bytes")))
+pub async fn read_body(mut body: RequestBody, limit: usize) -> Result<Bytes, HttpError> {
+    let mut bytes = BytesMut::new();
+    while let Some(frame) = body.frame().await {
+        let frame = frame.map_err(|error| {
+            HttpError::new(StatusCode::BAD_REQUEST, format!("cannot read the request body: {error}"))
+        })?;
+        let data = frame.into_data().unwrap_or_default();
+        if data.len() > limit - bytes.len() {
+            let message = format!("request body is larger than {limit} bytes");
+            return Err(HttpError::new(StatusCode::PAYLOAD_TOO_LARGE, message));
         }
-        Err(error) => Err(HttpError::new(StatusCode::BAD_REQUEST, format!("cannot read the request body: {error}"))),
+        bytes.extend_from_slice(&data);
     }
+    Ok(bytes.freeze())
 }
 
 /// The decoded value of query parameter `name`, or `None`. `+` is a space, as in forms; a malformed escape is kept as is.

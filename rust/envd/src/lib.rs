@@ -12,6 +12,7 @@ pub mod http;
 pub mod init;
 pub mod log;
 pub mod machine;
+pub mod memory;
 pub mod paths;
 pub mod process;
 pub mod reaper;

@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 use std::sync::Arc;
 
-use envd::{init, log, server, state::State};
+use envd::{init, log, memory, server, state::State};
 use tokio::net::TcpListener;
 
 const USAGE: &str = "usage: envd [--host ADDRESS] [--port PORT] [--user NAME] | --version";
@@ -36,6 +36,7 @@ impl Options {
 }
 
 fn main() -> ExitCode {
+    memory::configure();
     if std::process::id() == 1 {
         // The kernel passes parameters it does not know as arguments; they are not for us.
         init::run(serve);
@@ -61,7 +62,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Serves until SIGTERM, SIGINT or a host's `POST /shutdown`.
+/// Serves until SIGTERM or SIGINT.
 fn serve(host: &str, port: u16, state: Arc<State>) -> std::io::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
@@ -76,10 +77,9 @@ fn serve(host: &str, port: u16, state: Arc<State>) -> std::io::Result<()> {
         let reaper = state.processes.reaper.clone();
         tokio::select! {
             ended = reaper.run() => ended.map(|never| match never {}),
-            never = server::serve(listener, state.clone()) => match never {},
+            never = server::serve(listener, state) => match never {},
             _ = terminate.recv() => Ok(()),
             _ = interrupt.recv() => Ok(()),
-            () = state.shutdown.notified() => Ok(()),
         }
     });
     // Blocking work that hangs (a dead mount) must not hold up the end.

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError, RwLock};
 
 use hyper::header::HeaderMap;
-use tokio::sync::{watch, Notify};
+use tokio::sync::watch;
 
 use crate::error::RpcError;
 use crate::filesystem::watch::registry::Registry;
@@ -47,8 +47,6 @@ pub struct State {
     pub watchers: Registry,
     /// Ticks when this guest has become another one: connections from before lead to a host that no longer knows them.
     pub epoch: watch::Sender<u64>,
-    /// Notified when the host asks the guest to power off.
-    pub shutdown: Notify,
     settings: RwLock<Settings>,
 }
 
@@ -72,7 +70,6 @@ impl State {
             meter: Meter::default(),
             watchers: Registry::default(),
             epoch: watch::Sender::new(0),
-            shutdown: Notify::new(),
             settings: RwLock::new(settings),
         }
     }

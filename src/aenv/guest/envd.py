@@ -96,9 +96,13 @@ class GuestClient:
             writer.transport.abort()
         return status.startswith(b"HTTP/1.1 2")
 
-    async def init(self, address: str, init: GuestInit) -> None:
-        """Apply token, environment, clock, entropy and identity. Raises GuestError."""
-        await self._call("POST", address, "/init", init.body(), token=None)
+    async def init(self, address: str, init: GuestInit, current_token: str | None = None) -> None:
+        """Apply token, environment, clock, entropy and identity. Raises GuestError.
+
+        A daemon that has a token already, so every one that was not just booted, wants it: `current_token` is that of
+        the sandbox this guest was until now.
+        """
+        await self._call("POST", address, "/init", init.body(), token=current_token)
 
     async def metrics(self, address: str, token: str | None) -> dict[str, Any]:
         """The daemon's own figures (`GET /metrics`). Raises GuestError."""
@@ -110,10 +114,6 @@ class GuestClient:
         if not isinstance(figures, dict):
             raise GuestError("the guest's /metrics is not an object")
         return figures
-
-    async def shutdown(self, address: str) -> None:
-        """Ask the guest to sync and power off. Raises GuestError."""
-        await self._call("POST", address, "/shutdown", {}, token=None)
 
     async def _call(self, method: str, address: str, path: str, body: Any, token: str | None) -> bytes:
         headers = {"Accept-Encoding": "identity"} | ({"X-Access-Token": token} if token else {})

@@ -44,9 +44,7 @@ class FakeHost:
     async def run(self, spec: VmSpec, fault: Fault | None) -> FakeMachine:
         """Start a VMM and its guest."""
         handle = VmHandle(pid=next(_PIDS), start_time=1)
-        guest = FakeGuest(
-            spec.address, lambda: self._end_soon(machine, VmExit(None, "the guest ended: guest-shutdown"))
-        )
+        guest = FakeGuest(spec.address)
         machine = FakeMachine(spec, handle, guest, asyncio.get_running_loop().create_future(), [b"fake guest\n"])
         if fault != "never_ready":
             try:

@@ -1,11 +1,9 @@
 """A stand-in for a guest's daemon, inside this process: the part of envd that the control plane relies on.
 
-It listens where the host would reach the guest. `/health`, `/init`, `/metrics`, `/envs` and `/shutdown` behave as
-envd's; any other path answers with an echo of the request, to test what passes through the proxy.
+It listens where the host would reach the guest. `/health`, `/init`, `/metrics` and `/envs` behave as envd's; any
+other path answers with an echo of the request, to test what passes through the proxy.
 """
 
-import asyncio
-from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
@@ -16,24 +14,24 @@ _TEXTS = ("accessToken", "defaultUser", "defaultWorkdir", "hostname", "generatio
 
 
 class FakeGuest:
-    """`inits` holds the bodies of all accepted `/init` calls, oldest first. `on_shutdown` is called by `/shutdown`."""
+    """`inits` holds the bodies of all accepted `/init` calls, oldest first."""
 
-    def __init__(self, address: str, on_shutdown: Callable[[], None]) -> None:
+    def __init__(self, address: str) -> None:
         self.address = address
         self.inits: list[dict[str, Any]] = []
-        self._on_shutdown = on_shutdown
         self._runner: web.AppRunner | None = None
 
     @property
     def access_token(self) -> str | None:
-        return self.inits[-1].get("accessToken") if self.inits else None
+        """The one in force; a body without one keeps the former."""
+        tokens = [body["accessToken"] for body in self.inits if "accessToken" in body]
+        return tokens[-1] or None if tokens else None
 
     async def start(self) -> None:
         """Listen. Raises OSError."""
         app = web.Application(client_max_size=1 << 20)
         app.router.add_get("/health", self._health)
         app.router.add_post("/init", self._init)
-        app.router.add_post("/shutdown", self._shutdown)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/envs", self._envs)
         app.router.add_route("*", "/{path:.*}", self._echo)
@@ -63,6 +61,8 @@ class FakeGuest:
         return web.Response(status=204)
 
     async def _init(self, request: web.Request) -> web.Response:
+        if refusal := self._refused(request):
+            return refusal
         try:
             body = await request.json()
         except ValueError as error:
@@ -76,11 +76,6 @@ class FakeGuest:
         if not isinstance(variables, dict) or not all(isinstance(value, str) for value in variables.values()):
             return _error(400, "envVars must be an object of strings")
         self.inits.append(body)
-        return web.Response(status=204)
-
-    async def _shutdown(self, _: web.Request) -> web.Response:
-        # After the answer is out, as a machine that powers off.
-        asyncio.get_running_loop().call_soon(self._on_shutdown)
         return web.Response(status=204)
 
     async def _metrics(self, request: web.Request) -> web.Response:

@@ -65,6 +65,12 @@ pub fn decode(buffer: &mut BytesMut, limit: usize) -> Result<Option<(u8, Bytes)>
     Ok(Some((flags, message.freeze())))
 }
 
+/// How many bytes the frame at the start of `buffer` has in all, once its header is there.
+pub fn length(buffer: &[u8]) -> Option<usize> {
+    let &[_, a, b, c, d] = buffer.first_chunk::<HEADER>()?;
+    Some(HEADER + u32::from_be_bytes([a, b, c, d]) as usize)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

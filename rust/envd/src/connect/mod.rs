@@ -3,25 +3,33 @@
 //! A failed unary call is an HTTP error status with a JSON body. A failed stream is HTTP 200 with an end-of-stream message that
 //! carries the error: SDKs lose the code of a stream that answers another status.
 
+mod budget;
 pub mod envelope;
 pub mod stream;
 
 use std::future::Future;
 use std::time::Duration;
 
+use bytes::{Bytes, BytesMut};
+use http_body_util::BodyExt;
+use hyper::body::Body;
 use hyper::header::{HeaderMap, CONTENT_ENCODING, CONTENT_TYPE};
 use hyper::StatusCode;
 use serde::de::DeserializeOwned;
 use serde::Serialize;
 
 use crate::error::{json_response, HttpError, RpcError};
-use crate::http::{read_body, Request, Response};
+use crate::http::{Request, RequestBody, Response};
+use budget::{Share, FREE};
 
 pub use stream::{client_stream, server_stream, EventSink, MessageSource};
 
 /// Longest unary request and longest single stream message, in bytes. Decoding takes about three times as much for a moment, in
-/// guests that may have little memory; bulk data goes through /files.
+/// guests that may have little memory; bulk data goes through /files. See [`budget`] for many at a time.
 pub const MAX_MESSAGE: usize = 32 << 20;
+
+/// A message whose next bytes do not come for so long has been abandoned.
+const IDLE: Duration = Duration::from_secs(60);
 
 /// Seconds between keepalives of a stream whose client names no interval.
 const DEFAULT_KEEPALIVE_SECONDS: u64 = 90;
@@ -74,17 +82,46 @@ where
     let outcome = async {
         require_identity(&parts.headers, CONTENT_ENCODING.as_str())?;
         let call = Call::parse(&parts.headers)?;
-        let bytes = read_body(body, MAX_MESSAGE).await.map_err(|error| match error.status {
-            StatusCode::PAYLOAD_TOO_LARGE => RpcError::resource_exhausted(error.message),
-            _ => RpcError::invalid_argument(error.message),
-        })?;
-        let input = decode(&bytes)?;
+        // Held until the handler is done with what was decoded.
+        let (input, _share) = read_message(body).await?;
         let timeout = call.timeout;
         with_deadline(timeout, handler(call, input)).await
     };
     match outcome.await {
         Ok(output) => json_response(StatusCode::OK, &output),
         Err(error) => error.into_response(),
+    }
+}
+
+/// Reads and decodes the message that is a whole body.
+async fn read_message<I: DeserializeOwned>(mut body: RequestBody) -> Result<(I, Share), RpcError> {
+    let too_long = || RpcError::resource_exhausted(format!("request body is larger than {MAX_MESSAGE} bytes"));
+    let announced = body.size_hint().exact().map(|length| usize::try_from(length).unwrap_or(usize::MAX));
+    if announced.is_some_and(|length| length > MAX_MESSAGE) {
+        return Err(too_long());
+    }
+    let mut share = Share::of(announced.unwrap_or(0)).await?;
+    let mut bytes = BytesMut::with_capacity(announced.unwrap_or(0));
+    while let Some(data) = next_data(&mut body).await? {
+        if data.len() > MAX_MESSAGE - bytes.len() {
+            return Err(too_long());
+        }
+        if announced.is_none() && share.bytes() == 0 && bytes.len() + data.len() > FREE {
+            share = Share::of(MAX_MESSAGE).await?;
+        }
+        bytes.extend_from_slice(&data);
+    }
+    share.shrink(bytes.len());
+    Ok((decode(&bytes)?, share))
+}
+
+/// The next bytes of a message that is coming; `None` at the end of the body.
+async fn next_data(body: &mut RequestBody) -> Result<Option<Bytes>, RpcError> {
+    match tokio::time::timeout(IDLE, body.frame()).await {
+        Ok(None) => Ok(None),
+        Ok(Some(Ok(frame))) => Ok(Some(frame.into_data().unwrap_or_default())),
+        Ok(Some(Err(error))) => Err(RpcError::invalid_argument(format!("cannot read the request: {error}"))),
+        Err(_) => Err(RpcError::deadline_exceeded(format!("nothing was sent for {} s", IDLE.as_secs()))),
     }
 }
 

@@ -3,17 +3,17 @@
 use std::future::Future;
 use std::marker::PhantomData;
 
-use bytes::{Buf, Bytes, BytesMut};
+use bytes::{Bytes, BytesMut};
 use http_body_util::BodyExt;
-use hyper::body::Incoming;
 use hyper::header::{HeaderValue, CONTENT_TYPE};
 use serde::de::DeserializeOwned;
 use serde::Serialize;
 use tokio::sync::{mpsc, Notify};
 
-use super::{decode, envelope, require_content_type, require_identity, with_deadline, Call, MAX_MESSAGE};
+use super::budget::{Share, FREE};
+use super::{decode, envelope, next_data, require_content_type, require_identity, with_deadline, Call, MAX_MESSAGE};
 use crate::error::RpcError;
-use crate::http::{channel, full, Request, Response};
+use crate::http::{channel, full, Request, RequestBody, Response};
 
 const STREAM_TYPE: &str = "application/connect+json";
 
@@ -65,9 +65,9 @@ where
         let input = source.next().await?;
         let input = input.ok_or_else(|| RpcError::invalid_argument("the request stream has no message"))?;
         source.expect_end().await?;
-        Ok((call, input))
+        Ok((call, input, source.share))
     };
-    let (call, input) = match opened.await {
+    let (call, input, share) = match opened.await {
         Ok(opened) => opened,
         Err(error) => return ended(envelope::encode_end(Some(&error))),
     };
@@ -79,6 +79,8 @@ where
     tokio::spawn(async move {
         let keepalives = async {
             sink.started.notified().await;
+            // A stream may last for days; what its request asked for has been done.
+            drop(share);
             let frame = envelope::encode(envelope::MESSAGE, &keepalive);
             loop {
                 tokio::time::sleep(interval).await;
@@ -137,23 +139,27 @@ fn stream_response(body: crate::http::Body) -> Response {
 
 /// The messages of a request stream, decoded one at a time; holds at most one message and one read of the connection.
 pub struct MessageSource<I> {
-    body: Incoming,
+    body: RequestBody,
     buffer: BytesMut,
+    /// Of the message that is coming or was returned last.
+    share: Share,
     ended: bool,
     message: PhantomData<fn() -> I>,
 }
 
 impl<I: DeserializeOwned> MessageSource<I> {
-    fn new(body: Incoming) -> Self {
-        Self { body, buffer: BytesMut::new(), ended: false, message: PhantomData }
+    fn new(body: RequestBody) -> Self {
+        Self { body, buffer: BytesMut::new(), share: Share::default(), ended: false, message: PhantomData }
     }
 
     /// The next message; `None` at the end of the stream.
     ///
     /// # Errors
     /// `invalid_argument` when the framing or the JSON is malformed or the stream ends inside a message,
-    /// `resource_exhausted` when a message is longer than [`MAX_MESSAGE`].
+    /// `resource_exhausted` when a message is longer than [`MAX_MESSAGE`] or there are too many large ones,
+    /// `deadline_exceeded` when one is not sent to its end.
     pub async fn next(&mut self) -> Result<Option<I>, RpcError> {
+        self.share = Share::default();
         match self.next_frame().await? {
             Some(bytes) => decode(&bytes).map(Some),
             None => Ok(None),
@@ -166,22 +172,32 @@ impl<I: DeserializeOwned> MessageSource<I> {
                 return Ok(None);
             }
             if let Some((flags, message)) = envelope::decode(&mut self.buffer, MAX_MESSAGE)? {
+                if message.len() > FREE {
+                    // Else what is left of the buffer would keep the message's memory.
+                    self.buffer = BytesMut::from(&self.buffer[..]);
+                }
                 if flags & envelope::END_STREAM == 0 {
                     return Ok(Some(message));
                 }
                 self.ended = true;
                 continue;
             }
-            match self.body.frame().await {
-                Some(Ok(frame)) => {
-                    if let Ok(mut data) = frame.into_data() {
-                        self.buffer.extend_from_slice(data.chunk());
-                        data.advance(data.len());
+            let data = match envelope::length(&self.buffer) {
+                // Between messages there is no hurry.
+                None => match self.body.frame().await.transpose() {
+                    Ok(frame) => frame.map(|frame| frame.into_data().unwrap_or_default()),
+                    Err(error) => return Err(RpcError::invalid_argument(format!("cannot read the request: {error}"))),
+                },
+                Some(length) => {
+                    if length > FREE && self.share.bytes() < length {
+                        self.share = Share::of(length).await?;
                     }
+                    self.buffer.reserve(length - self.buffer.len());
+                    next_data(&mut self.body).await?
                 }
-                Some(Err(error)) => {
-                    return Err(RpcError::invalid_argument(format!("cannot read the request stream: {error}")))
-                }
+            };
+            match data {
+                Some(data) => self.buffer.extend_from_slice(&data),
                 None if self.buffer.is_empty() => self.ended = true,
                 None => return Err(RpcError::invalid_argument("malformed envelope: the stream ends inside a message")),
             }

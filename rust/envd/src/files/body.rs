@@ -6,18 +6,14 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http_body_util::BodyExt;
-use hyper::body::Incoming;
 use hyper::StatusCode;
-use tokio::time::{timeout, Instant};
+use tokio::time::timeout;
 
 use crate::error::HttpError;
+use crate::http::RequestBody;
 
 /// An upload that sends nothing for so long has been abandoned. Above the pauses of a client that produces what it sends.
 const IDLE: Duration = Duration::from_secs(300);
-/// How much of a refused upload is read and thrown away, and for how long. Clients that read while they send know better; for
-/// the others it is what they push through in a few seconds.
-const MAX_DRAIN_BYTES: usize = 64 << 20;
-const MAX_DRAIN_TIME: Duration = Duration::from_secs(10);
 
 /// The data of one file, piece by piece.
 pub trait Pieces: Send {
@@ -25,7 +21,7 @@ pub trait Pieces: Send {
     fn piece(&mut self) -> impl Future<Output = Result<Option<Bytes>, HttpError>> + Send;
 }
 
-impl Pieces for &mut BodyReader<Incoming> {
+impl Pieces for &mut BodyReader<RequestBody> {
     async fn piece(&mut self) -> Result<Option<Bytes>, HttpError> {
         self.next().await
     }
@@ -68,21 +64,5 @@ where
                 },
             }
         }
-    }
-
-    /// Throws away what is left, within limits, while the answer is on its way. Dropping a body that is still coming resets the
-    /// connection, and the client, or a proxy between, may then never see the answer that says why.
-    pub fn linger(mut self) {
-        if self.body.is_end_stream() {
-            return;
-        }
-        tokio::spawn(async move {
-            let deadline = Instant::now() + MAX_DRAIN_TIME;
-            let mut left = MAX_DRAIN_BYTES;
-            while let Ok(Some(Ok(frame))) = tokio::time::timeout_at(deadline, self.body.frame()).await {
-                let Some(remaining) = left.checked_sub(frame.data_ref().map_or(0, Bytes::len)) else { return };
-                left = remaining;
-            }
-        });
     }
 }

@@ -13,7 +13,6 @@ mod upload;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use hyper::body::Incoming;
 use hyper::http::request::Parts;
 use hyper::{Method, StatusCode};
 
@@ -21,7 +20,7 @@ use self::body::BodyReader;
 use crate::auth::{check_file_access, FileOperation, SignedQuery};
 use crate::error::HttpError;
 use crate::filesystem::error::{FsError, FsErrorKind};
-use crate::http::{query_param, Request, Response};
+use crate::http::{query_param, Request, RequestBody, Response};
 use crate::paths::resolve;
 use crate::state::State;
 use crate::users::{requested_user, User};
@@ -30,9 +29,7 @@ use crate::users::{requested_user, User};
 pub async fn handle(request: Request, state: Arc<State>) -> Response {
     let (head, body) = request.into_parts();
     let mut body = BodyReader::new(body);
-    let response = answer(&head, &mut body, &state).await.unwrap_or_else(HttpError::into_response);
-    body.linger();
-    response
+    answer(&head, &mut body, &state).await.unwrap_or_else(HttpError::into_response)
 }
 
 /// The query of a file request, decoded.
@@ -55,7 +52,7 @@ impl Query {
     }
 }
 
-async fn answer(request: &Parts, body: &mut BodyReader<Incoming>, state: &State) -> Result<Response, HttpError> {
+async fn answer(request: &Parts, body: &mut BodyReader<RequestBody>, state: &State) -> Result<Response, HttpError> {
     if request.uri.path() != "/files" {
         return Err(HttpError::new(StatusCode::NOT_FOUND, format!("no such path: {}", request.uri.path())));
     }

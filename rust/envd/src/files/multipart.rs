@@ -4,11 +4,11 @@
 //! exactly as sent: here a file name is a full path, which general-purpose parsers cut to its last component.
 
 use bytes::{Buf, Bytes, BytesMut};
-use hyper::body::Incoming;
 use hyper::StatusCode;
 
 use super::body::{BodyReader, Pieces};
 use crate::error::HttpError;
+use crate::http::RequestBody;
 
 /// Longest boundary (RFC 2046 §5.1.1).
 const MAX_BOUNDARY: usize = 70;
@@ -123,7 +123,7 @@ where
 }
 
 /// The data of the current part.
-impl Pieces for &mut Multipart<'_, Incoming> {
+impl Pieces for &mut Multipart<'_, RequestBody> {
     async fn piece(&mut self) -> Result<Option<Bytes>, HttpError> {
         self.chunk().await
     }

@@ -3,7 +3,6 @@
 use std::path::{Path, PathBuf};
 
 use bytes::BytesMut;
-use hyper::body::Incoming;
 use hyper::header::{HeaderMap, CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE};
 use hyper::StatusCode;
 use serde::Serialize;
@@ -14,7 +13,7 @@ use super::sink::{Destination, Sink, BATCH};
 use super::Query;
 use crate::error::{json_response, HttpError};
 use crate::filesystem::metadata::{self, UserMetadata};
-use crate::http::Response;
+use crate::http::{RequestBody, Response};
 use crate::paths::resolve;
 use crate::state::State;
 use crate::users::User;
@@ -36,7 +35,7 @@ struct Written {
 /// 400, 401, 404, 408, 507, as the protocol says (§3.5).
 pub async fn upload(
     headers: &HeaderMap,
-    body: &mut BodyReader<Incoming>,
+    body: &mut BodyReader<RequestBody>,
     state: &State,
     query: Query,
     user: User,
@@ -94,7 +93,7 @@ impl Plan {
         })
     }
 
-    async fn octet_stream(&self, body: &mut BodyReader<Incoming>) -> Result<Vec<Written>, HttpError> {
+    async fn octet_stream(&self, body: &mut BodyReader<RequestBody>) -> Result<Vec<Written>, HttpError> {
         let path = self.path.as_deref().ok_or_else(|| bad("query parameter 'path' is missing"))?;
         let destination = self.destination(path)?;
         let written = self.written(&destination.path);
@@ -102,7 +101,7 @@ impl Plan {
         Ok(vec![written])
     }
 
-    async fn form(&self, mut form: Multipart<'_, Incoming>) -> Result<Vec<Written>, HttpError> {
+    async fn form(&self, mut form: Multipart<'_, RequestBody>) -> Result<Vec<Written>, HttpError> {
         let mut all: Vec<Written> = Vec::new();
         while let Some(part) = form.next_part().await? {
             let Some(path) = self.path_of(&part)? else { continue };

@@ -130,7 +130,7 @@ fn start_error(error: ChildError, command: &str, cwd: &Path, user: &User) -> Rpc
     let reason = error.errno.desc();
     match (error.step, error.errno) {
         (Step::Exec, _) => RpcError::invalid_argument(format!("error starting process '{command}': {reason}")),
-        (Step::Cwd, Errno::ENOENT) => missing_cwd(cwd),
+        (Step::Cwd, Errno::ENOENT | Errno::ENOTDIR) => bad_cwd(cwd),
         (Step::Cwd, Errno::EACCES) => {
             RpcError::permission_denied(format!("user '{}' may not enter cwd '{}'", user.name, cwd.display()))
         }
@@ -144,8 +144,9 @@ fn exhausted(what: &str, error: &std::io::Error) -> RpcError {
     RpcError::resource_exhausted(format!("cannot start a process: {what}: {error}"))
 }
 
-fn missing_cwd(cwd: &Path) -> RpcError {
-    RpcError::invalid_argument(format!("cwd '{}' does not exist", cwd.display()))
+fn bad_cwd(cwd: &Path) -> RpcError {
+    let problem = if cwd.exists() { "is not a directory" } else { "does not exist" };
+    RpcError::invalid_argument(format!("cwd '{}' {problem}", cwd.display()))
 }
 
 /// The requested directory, which must exist, or the first of default workdir, home and `/` that does.
@@ -153,7 +154,7 @@ fn working_directory(requested: Option<&str>, user: &User, settings: &Settings) 
     let workdir = settings.default_workdir.as_deref();
     if let Some(requested) = requested.filter(|cwd| !cwd.is_empty()) {
         let cwd = paths::resolve(requested, user, workdir)?;
-        return if cwd.is_dir() { Ok(cwd) } else { Err(missing_cwd(&cwd)) };
+        return if cwd.is_dir() { Ok(cwd) } else { Err(bad_cwd(&cwd)) };
     }
     let default = paths::resolve("", user, workdir)?;
     let usable = [default, user.home.clone()].into_iter().find(|dir| dir.is_dir());
@@ -292,6 +293,8 @@ mod tests {
         let settings = state.settings();
         let error = working_directory(Some("/no/such"), &user(), &settings).expect_err("missing");
         assert_eq!(error.message, "cwd '/no/such' does not exist");
+        let error = working_directory(Some("/proc/self/stat"), &user(), &settings).expect_err("a file");
+        assert_eq!(error.message, "cwd '/proc/self/stat' is not a directory");
         assert_eq!(working_directory(None, &user(), &settings), Ok(user().home));
         assert_eq!(working_directory(Some("/"), &user(), &settings), Ok("/".into()));
     }

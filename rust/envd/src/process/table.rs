@@ -14,6 +14,7 @@ use super::output::Output;
 use super::spawn::FileLimit;
 use super::wire::{EndEvent, ProcessConfig, ProcessInfo, Selector};
 use crate::error::RpcError;
+use crate::memory;
 use crate::reaper::Reaper;
 
 /// How long a result can be asked for after the end. E2B keeps it for about 30 s.
@@ -115,9 +116,7 @@ impl Table {
         entries.evict(Instant::now());
         if entries.by_pid.is_empty() {
             drop(entries);
-            // The allocator keeps what a burst needed; an idle sandbox should cost as little as a new one.
-            // SAFETY: only returns free memory to the kernel.
-            unsafe { libc::malloc_trim(0) };
+            memory::give_back();
         }
     }
 

@@ -8,11 +8,12 @@ use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
 
+use hyper::body::Incoming;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::net::{TcpListener, TcpStream};
 
-use crate::http::{Peer, Request, Survivor};
+use crate::http::{Peer, RequestBody, Survivor};
 use crate::log;
 use crate::state::State;
 
@@ -47,7 +48,8 @@ async fn connection(stream: TcpStream, state: Arc<State>) {
     let survivor = Survivor::default();
     let _ = stream.set_nodelay(true);
     let mark = survivor.clone();
-    let service = service_fn(move |mut request: Request| {
+    let service = service_fn(move |request: hyper::Request<Incoming>| {
+        let mut request = request.map(RequestBody::new);
         request.extensions_mut().insert(peer);
         request.extensions_mut().insert(mark.clone());
         let state = state.clone();

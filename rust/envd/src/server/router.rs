@@ -33,13 +33,9 @@ async fn dispatch(request: Request, state: Arc<State>) -> Result<Response, HttpE
         "/init" => {
             only(&request, &Method::POST)?;
             from_host(&request, &state)?;
+            // Whoever gave the sandbox its token, or the one it was copied from, knows it; what else can reach this does not.
+            auth::check_token(state.settings().access_token.as_deref(), request.headers())?;
             return configure::handle(request, &state).await;
-        }
-        "/shutdown" if state.is_init => {
-            only(&request, &Method::POST)?;
-            from_host(&request, &state)?;
-            state.shutdown.notify_one();
-            return Ok(empty(StatusCode::NO_CONTENT));
         }
         path if path == "/files" || path.starts_with("/files/") => return Ok(files::handle(request, state).await),
         _ => {}
