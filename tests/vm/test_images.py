@@ -47,10 +47,12 @@ class Node(RealServer):
         self.places = Places.of_home(home)
         self.layers = LayerStore(self.settings.layers_dir)
         self.templates = TemplateStore(self.settings.templates_dir)
-        # A sandbox's sealed disk becomes a layer by a second name: home, layers and sandboxes are on one file system.
+        # A folder of templates of its own, in which those of the machine are found again and others can be added.
         shared = (home / "templates").resolve()
         (home / "templates").unlink()
-        shutil.copytree(shared, home / "templates", copy_function=_link, ignore=shutil.ignore_patterns("layers.json"))
+        shutil.copytree(
+            shared, home / "templates", copy_function=_symlink, ignore=shutil.ignore_patterns("layers.json")
+        )
         (home / "layers").unlink(missing_ok=True)
         self.base = next(template for template in self.templates.list() if "base" in template.names)
         folder = self.templates.path(self.base.id)
@@ -105,8 +107,8 @@ class Node(RealServer):
             raw.unlink()
 
 
-def _link(source: str, target: str) -> str:
-    os.link(source, target)
+def _symlink(source: str, target: str) -> str:
+    Path(target).symlink_to(source)
     return target
 
 
