@@ -47,7 +47,8 @@ pub fn wait_for(device: &str) -> Result<(), BootError> {
 pub fn switch_to(device: &str) -> Result<(), BootError> {
     let initramfs = fs::metadata("/").context(|| "looking at the initramfs".into())?.dev();
     fs::create_dir_all(NEW_ROOT).context(|| format!("creating {NEW_ROOT}"))?;
-    mount(Some(device), NEW_ROOT, Some("ext4"), MsFlags::MS_NOATIME, None::<&str>)
+    // Unused inode tables read as zeros from the sparse image: no thread has to write them in every guest.
+    mount(Some(device), NEW_ROOT, Some("ext4"), MsFlags::MS_NOATIME, Some("noinit_itable"))
         .context(|| format!("mounting {device} as ext4"))?;
     for name in MOVED {
         let target = Path::new(NEW_ROOT).join(name);
