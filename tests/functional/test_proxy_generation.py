@@ -3,6 +3,7 @@
 import asyncio
 import socket
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from proxy_harness import (
@@ -42,6 +43,25 @@ async def test_a_connection_is_used_again_within_its_generation(node: Node) -> N
     port = await node.upstream(answering(OK))
     assert [await get(node, port) for _ in range(3)] == [b"ok"] * 3
     assert node.accepted == 1
+
+
+async def test_connections_into_a_sandbox_notice_a_path_that_is_gone(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without keepalives a stream whose packets are dropped hangs for ever."""
+    opened: list[asyncio.Transport] = []
+    real = Generation.open
+
+    async def opening(self: Generation, port: int, protocol: Any) -> Any:
+        opened.append((made := await real(self, port, protocol))[0])
+        return made
+
+    monkeypatch.setattr(Generation, "open", opening)
+    await get(node, await node.upstream(answering(OK)))
+    own = opened[0].get_extra_info("socket")
+    assert own.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+    assert [own.getsockopt(socket.IPPROTO_TCP, option) for option in options] == [15, 5, 3]
 
 
 async def test_and_never_beyond_it(node: Node) -> None:

@@ -23,6 +23,10 @@ from proxy_harness import (
     running_node,
 )
 
+from aenv.proxy.asgi import Receive, Scope, Send
+from aenv.proxy.connection import Connection
+from aenv.proxy.server import HttpProtocol
+
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
 __all__ = ["event_loop_policy"]  # a fixture
@@ -193,9 +197,144 @@ async def test_endless_heads_are_cut(node: Node) -> None:
     reply = await ask(node, head("GET", "/", "ia", port))
     assert (reply.status, "headers" in reply.json["message"]) == (502, True)
 
+    async def reads(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+
+    silent = await node.upstream(reads)
+    for request, status in (
+        (b"GET / HTTP/1.1\r\nX-A: " + b"a" * 262_200, 431),
+        (b"GET /" + b"p" * 262_200, 414),
+        (head("GET", "/" + "p" * 65_535), 414),
+        (head("POST", "/", "ia", silent, "Transfer-Encoding: chunked") + b"1;" + b"e" * 262_200, 431),
+    ):
+        reader, writer = await node.connect()
+        writer.write(request)
+        reply = await read_reply(reader)
+        assert (reply.status, reply.json["code"]) == (status, status)
+        assert ("path" in reply.json["message"]) == (status == 414)
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nA: ", b"\r\n"])
+@pytest.mark.parametrize("used_before", [False, True])
+async def test_a_head_has_a_deadline(
+    node: Node, sent: bytes, used_before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aenv.proxy.server.HEAD_SECONDS", 0.5)
     reader, writer = await node.connect()
-    writer.write(b"GET / HTTP/1.1\r\nX-A: " + b"a" * 262_200)
-    assert (await read_reply(reader)).json["code"] == 431
+    if used_before:
+        writer.write(head("GET", "/health"))
+        await read_reply(reader)
+        sent = sent or b"\r\n"  # a connection that was used may be idle for long
+    writer.write(sent)
+    if sent:
+        assert (await read_reply(reader)).json["code"] == 408
+    assert await asyncio.wait_for(reader.read(), PATIENCE) == b""
+
+
+async def test_the_deadline_is_for_heads_only(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body, an answer, an idle connection may each take longer."""
+    monkeypatch.setattr("aenv.proxy.server.HEAD_SECONDS", 0.5)
+    late = asyncio.Event()
+
+    async def waiting(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        asyncio.get_running_loop().call_later(0.8, late.set)
+        await late.wait()
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\n" + await reader.readexactly(4))
+
+    port = await node.upstream(waiting)
+    reader, writer = await node.connect()
+    writer.write(head("POST", "/", "ia", port, "Content-Length: 4") + b"bo")
+    await asyncio.wait_for(late.wait(), PATIENCE)
+    writer.write(b"dy")
+    assert (await read_reply(reader)).body == b"body"
+    late.clear()
+    asyncio.get_running_loop().call_later(0.8, late.set)
+    await asyncio.wait_for(late.wait(), PATIENCE)
+    writer.write(head("GET", "/health"))
+    assert (await read_reply(reader)).body == b"control /health"
+
+
+@pytest.mark.parametrize("body", [b"0\r\n", b"2\r\nok\r\n0\r\n"])
+async def test_trailers_are_not_headers(node: Node, body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """RFC 9110 6.5.1. Whoever filters headers in front of us does not see trailers."""
+    seen: list[list[tuple[bytes, bytes]]] = []
+
+    async def control_plane(scope: Scope, receive: Receive, send: Send) -> None:
+        while (await receive()).get("more_body"):
+            pass
+        seen.append(list(scope["headers"]))
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body"})
+
+    monkeypatch.setattr(node.app, "_control_plane", control_plane)
+    request = head("POST", "/", "", 0, "Transfer-Encoding: chunked") + body + b"X-API-Key: k\r\n\r\n"
+    assert (await ask(node, request)).status == 204
+    assert seen == [[(b"host", b"app.test"), (b"transfer-encoding", b"chunked")]]
+
+
+class Turns:
+    """Counts calls within one turn of the event loop."""
+
+    def __init__(self) -> None:
+        self.calls = self.most = self.total = 0
+
+    def count(self) -> None:
+        if self.calls == 0:
+            asyncio.get_running_loop().call_soon(self._next)
+        self.calls += 1
+        self.total += 1
+        self.most = max(self.most, self.calls)
+
+    def _next(self) -> None:
+        self.calls = 0
+
+
+COUNT = 50_000
+
+
+async def test_tiny_chunks_from_a_sandbox_do_not_hold_up_others(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns, body = Turns(), Connection.on_body
+    monkeypatch.setattr(Connection, "on_body", lambda self, data: (turns.count(), body(self, data))[1])
+    chunks = b"1\r\nx\r\n" * COUNT + b"0\r\n\r\n"
+    port = await node.upstream(answering(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks))
+    reader, writer = await node.connect()
+    writer.write(head("GET", "/", "ia", port))
+    await read_head(reader)
+    pieces = 0
+    got = b""
+    while chunk := await read_chunk(reader):
+        pieces += 1
+        got += chunk
+    assert got == b"x" * COUNT
+    assert turns.total == COUNT
+    assert turns.most <= 2500
+    assert pieces <= COUNT / 500  # what one turn brought is passed on together
+
+
+async def test_tiny_chunks_from_a_client_do_not_hold_up_others(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns, body = Turns(), HttpProtocol.on_body
+    monkeypatch.setattr(HttpProtocol, "on_body", lambda self, data: (turns.count(), body(self, data))[1])
+    port = await node.upstream(echo)
+    reader, writer = await node.connect()
+    writer.write(head("POST", "/", "ia", port, "Transfer-Encoding: chunked"))
+    writer.write(b"1\r\nx\r\n" * COUNT + b"0\r\n\r\n" + head("GET", "/health"))
+    assert (await read_reply(reader)).body == b"x" * COUNT
+    assert (await read_reply(reader)).body == b"control /health"
+    assert turns.total == COUNT
+    assert turns.most <= 2500
+
+
+async def test_framing_that_outweighs_its_body_breaks_the_stream(node: Node) -> None:
+    async def padded(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        while True:
+            writer.write(b"1;%b\r\nx\r\n" % (b"e" * 100))
+            await writer.drain()
+
+    with pytest.raises(Torn):
+        await ask(node, head("GET", "/", "ia", await node.upstream(padded)))
 
 
 @pytest.mark.parametrize(

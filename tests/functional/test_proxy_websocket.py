@@ -2,15 +2,19 @@
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
-from proxy_harness import PATIENCE, Node, answering, event_loop_policy, once, running_node
+from proxy_harness import PATIENCE, Node, answering, ask, event_loop_policy, head, once, running_node
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.asyncio.server import ServerConnection, serve
+from websockets.client import ClientProtocol
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.typing import Subprotocol
+
+from aenv.proxy.server import _Handshake
 
 __all__ = ["event_loop_policy"]  # a fixture
 
@@ -227,8 +231,75 @@ async def test_a_slow_client_holds_the_sandbox_back(node: Node) -> None:
             assert len(await asyncio.wait_for(client.recv(), PATIENCE)) == 1 << 20
 
 
-async def test_the_control_plane_gets_the_rest(node: Node) -> None:
-    with pytest.raises(InvalidStatus) as caught:
-        async with connect(f"ws://127.0.0.1:{node.port}/x", proxy=None):
-            pass
-    assert caught.value.response.status_code == 403
+HANDSHAKE = (
+    "Connection: Upgrade",
+    "Upgrade: websocket",
+    "Sec-WebSocket-Version: 13",
+    "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==",
+)
+
+
+@pytest.mark.parametrize(
+    ("request_head", "status"),
+    [
+        (head("GET", "/v2/sandboxes", "", 0, *HANDSHAKE), 404),
+        (head("GET", "/", "ia", 1, *HANDSHAKE[:3], "Sec-WebSocket-Key: !"), 400),
+        (head("GET", "/", "ia", 1, *HANDSHAKE[:2]), 400),
+        (head("POST", "/", "ia", 1, *HANDSHAKE), 405),
+        (head("GET", "/", "ia", 1, *HANDSHAKE, "Content-Length: 1"), 400),
+        (head("GET", "/" + "p" * 9000, "ia", 1, *HANDSHAKE), 414),
+        (head("GET", "/", "ia", 1, *HANDSHAKE, "X-Large: " + "v" * 9000), 431),
+        (head("GET", "/", "ia", 1, *HANDSHAKE, *("X-Many: v" for _ in range(200))), 431),
+        (head("GET", "/init", "ia", 49983, *HANDSHAKE), 404),
+        (head("GET", "http://h/init", "ia", 49983, *HANDSHAKE), 404),
+    ],
+)
+async def test_what_is_refused_before_a_sandbox_is_asked(
+    node: Node, request_head: bytes, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    reply = await ask(node, request_head)
+    assert (reply.status, reply.json["code"]) == (status, status)
+    assert reply.json["message"]
+    assert [record for record in caplog.records if record.name != "asyncio"] == []
+
+
+@pytest.mark.parametrize("sender", ["client", "sandbox"])
+async def test_tiny_frames_do_not_hold_up_others(node: Node, sender: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    count, calls, most, total = 20_000, 0, 0, 0
+    received = _Handshake.events_received if sender == "client" else ClientProtocol.events_received
+
+    def turn() -> None:
+        nonlocal calls
+        calls = 0
+
+    def counted(self: Any) -> list[Any]:
+        nonlocal calls, most, total
+        events = received(self)
+        if calls == 0:
+            asyncio.get_running_loop().call_soon(turn)
+        calls += len(events)
+        total += len(events)
+        most = max(most, calls)
+        return events
+
+    async def handler(socket: ServerConnection) -> None:
+        if sender == "sandbox":
+            socket.transport.write(b"\x82\x01x" * count)
+        for _ in range(count if sender == "client" else 1):
+            await socket.recv()
+
+    # Subclasses: the test's own two ends parse in the same loop, with the same classes.
+    if sender == "sandbox":
+        counting: Any = type("Counting", (ClientProtocol,), {"events_received": counted})
+        monkeypatch.setattr("aenv.proxy.websocket.ClientProtocol", counting)
+    else:
+        monkeypatch.setattr("aenv.proxy.server._Handshake.events_received", counted)
+    async with dial(node, await upstream(node, handler)) as client:
+        if sender == "client":
+            client.transport.write(b"\x82\x81\0\0\0\0x" * count)
+        else:
+            await client.send("go on")
+        assert (await closing(client)).rcvd is not None
+    assert total >= count
+    assert most <= 2000

@@ -47,6 +47,11 @@ class ProxyApp:
             target = decide(method, scope["raw_path"], scope["query_string"], scope["headers"])
         except AenvError as error:
             return await responses.send_answer(scope, send, responses.of_error(error))
+        if target is None and scope["type"] == "websocket":
+            answer = Answer(
+                404, "There is no WebSocket here; name a sandbox and a port, e.g. /proxy/{sandboxID}/{port}/"
+            )
+            return await responses.send_answer(scope, send, answer)
         if target is None:
             return await self._control_plane(scope, receive, send)
         if isinstance(target, Preflight):

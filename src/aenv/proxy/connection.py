@@ -8,15 +8,17 @@ endless head or trailer is read. The parser is llhttp, as there.
 
 import asyncio
 import contextlib
+import sys
 from collections.abc import Callable
 from typing import cast
 
 import httptools
 
 from aenv.errors import GuestError
+from aenv.proxy.pacing import FRAMING_PER_BYTE, Pacer
 
 MAX_OVERHEAD = 256 * 1024
-"""Bytes accepted without a byte of body among them: a response's head with its 1xx responses, or its trailers."""
+"""Bytes accepted beyond what the body pays for: a response's head with its 1xx responses, chunk framing, trailers."""
 HIGH_WATER = 128 * 1024
 """Bytes of body held for a slow reader before reading from the sandbox stops."""
 
@@ -44,6 +46,7 @@ class Connection(asyncio.Protocol):
         self.headers: list[tuple[bytes, bytes]] = []
         self._transport: asyncio.Transport | None = None
         self._loop = asyncio.get_running_loop()
+        self._pacer = Pacer(self._feed, self._paced)
         self._parser: httptools.HttpResponseParser | None = None
         self._method = ""
         self._request_complete = False
@@ -71,7 +74,7 @@ class Connection(asyncio.Protocol):
         self._request_complete = not has_body
         self._continue = asyncio.Event() if expects_continue else None
         self.headers = []
-        self.status = self._overhead = 0
+        self.status = self._overhead = self._pacer.plain = 0
         self._head_complete = self._complete = self._until_eof = self._bodiless = self._started = False
         self.write(head)
 
@@ -125,9 +128,7 @@ class Connection(asyncio.Protocol):
         data = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
         self._chunks.clear()
         self._buffered = 0
-        if self._reading_paused and self._transport is not None:
-            self._reading_paused = False
-            self._transport.resume_reading()
+        self._hold()
         return data
 
     @property
@@ -175,6 +176,12 @@ class Connection(asyncio.Protocol):
             self._fail("the sandbox sent data that nobody asked for")
             return
         self._started = True
+        self._pacer.take(data)
+
+    def _feed(self, data: memoryview) -> None:
+        if self._complete or self._parser is None:
+            self._dirty = True
+            return
         self._overhead += len(data)
         try:
             self._parser.feed_data(data)
@@ -187,11 +194,20 @@ class Connection(asyncio.Protocol):
             else:
                 self._fail("the sandbox answered with something that is not HTTP")
         if self._overhead > MAX_OVERHEAD:
-            self._fail(f"the sandbox sent more than {MAX_OVERHEAD} bytes of headers")
-        if self._buffered > HIGH_WATER and not self._reading_paused and self._transport is not None:
-            self._reading_paused = True
-            self._transport.pause_reading()
+            self._fail(f"the sandbox sent more than {MAX_OVERHEAD} bytes of headers or chunk framing")
+
+    def _paced(self) -> None:
+        if len(self._chunks) > 1:
+            self._chunks = [b"".join(self._chunks)]
+        self._hold()
         self._wake()
+
+    def _hold(self) -> None:
+        """Read from the sandbox while there is room for it and the parser keeps up."""
+        held = self._buffered > HIGH_WATER or self._pacer.behind
+        if held is not self._reading_paused and self._transport is not None and not self.closed:
+            self._reading_paused = held
+            self._transport.pause_reading() if held else self._transport.resume_reading()
 
     def eof_received(self) -> None:
         self._eof = True
@@ -217,6 +233,7 @@ class Connection(asyncio.Protocol):
             self._dirty = True
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        self._pacer.callbacks += 1
         if not self._head_complete:
             self.headers.append((name.lower(), value))
 
@@ -240,10 +257,11 @@ class Connection(asyncio.Protocol):
             self._fail(f"the sandbox answered in the transfer coding {codings!r}")
             return
         self._bodiless = self._method == "HEAD" or status in (204, 304)
-        has_length = any(name == b"content-length" for name, _ in self.headers)
-        self._until_eof = not self._bodiless and not has_length and codings != [b"chunked"]
+        length = next((int(value) for name, value in self.headers if name == b"content-length"), None)
+        self._until_eof = not self._bodiless and length is None and codings != [b"chunked"]
         self._keep_alive = self._parser.should_keep_alive()
         self._head_complete = True
+        self._pacer.plain = sys.maxsize if self._until_eof else length or 0
         if self._bodiless:
             self._complete = True
         if self._continue is not None:
@@ -253,7 +271,8 @@ class Connection(asyncio.Protocol):
         if self._complete:
             self._dirty = True
             return
-        self._overhead = 0
+        self._pacer.callbacks += 1
+        self._overhead = max(0, self._overhead - FRAMING_PER_BYTE * len(body))
         self._chunks.append(body)
         self._buffered += len(body)
 
@@ -277,6 +296,7 @@ class Connection(asyncio.Protocol):
         if self._failure is None:
             self._failure = UpstreamError(why, started=self._started)
             self._dirty = True
+            self._pacer.stop()
             if self._continue is not None:
                 self._continue.set()
             if self._transport is not None:

@@ -42,7 +42,7 @@ class Request:
     api_key: bytes | None
 
     def holds_key(self, text: bytes) -> bool:
-        """Whether the platform's API key is in it, wherever: with white space, in a list, as a bearer token, a cookie."""
+        """Whether the platform's API key is in it, wherever: in a list, as a bearer token, in a cookie."""
         return self.api_key is not None and self.api_key in text
 
 

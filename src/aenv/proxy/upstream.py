@@ -6,6 +6,7 @@ of them, and another sandbox may have its address. Nothing is ever looked up by 
 
 import asyncio
 import errno
+import socket
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
@@ -14,6 +15,13 @@ from aenv.orchestrator.models import Route
 from aenv.proxy.connection import Connection, UpstreamError
 
 CONNECT_DEADLINE = 10.0
+KEEPALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+)
+"""A stream over a path that is dead breaks after 30 s of silence: nothing else would ever end it."""
 IDLE_SECONDS = 60.0
 IDLE_PER_PORT = 64
 FRESH_SECONDS = 1.0
@@ -76,6 +84,8 @@ class Generation:
         if self.ended:
             transport.abort()
             raise UpstreamError(ENDED, started=False)
+        for option in KEEPALIVE:
+            transport.get_extra_info("socket").setsockopt(*option)
         return transport, made
 
     async def connect(self, port: int) -> Connection:
