@@ -1,7 +1,9 @@
 """Connections belong to one generation of one sandbox; when it ends, its clients see a break, never an end."""
 
 import asyncio
+import ctypes
 import socket
+import struct
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -21,6 +23,7 @@ from proxy_harness import (
     running_node,
 )
 
+from aenv.proxy.liveness import is_dead
 from aenv.proxy.upstream import Generation
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
@@ -62,6 +65,58 @@ async def test_connections_into_a_sandbox_notice_a_path_that_is_gone(
     assert own.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
     options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
     assert [own.getsockopt(socket.IPPROTO_TCP, option) for option in options] == [15, 5, 3]
+
+
+def blackhole(peer: socket.socket) -> None:
+    """Have the kernel drop whatever arrives for it, unseen: what a dead path looks like from the other end."""
+    program = ctypes.create_string_buffer(struct.pack("=HBBI", 0x06, 0, 0, 0))  # one instruction: return 0 bytes
+    so_attach_filter = 26
+    peer.setsockopt(socket.SOL_SOCKET, so_attach_filter, struct.pack("@HP", 1, ctypes.addressof(program)))
+
+
+async def test_a_path_that_is_gone_with_data_under_way_breaks_the_stream(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aenv.proxy.liveness.SILENCE", 0.5)
+    monkeypatch.setattr("aenv.proxy.upstream.IDLE_SECONDS", 0.5)
+
+    async def streaming(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        peer = writer.get_extra_info("socket")
+        await writer.drain()
+        await gone.wait()
+        blackhole(peer)
+        dead.set()
+        await asyncio.Event().wait()
+
+    gone, dead = asyncio.Event(), asyncio.Event()
+    port = await node.upstream(streaming)
+    reader, writer = await node.connect()
+    writer.write(head("POST", "/", "ia", port, "Transfer-Encoding: chunked"))
+    assert (await read_head(reader)).status == 200
+    gone.set()
+    await asyncio.wait_for(dead.wait(), PATIENCE)
+    writer.write(b"1\r\nx\r\n")
+    with pytest.raises(Torn):
+        await read_chunk(reader)
+
+
+async def test_a_sandbox_that_is_slow_to_read_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aenv.proxy.liveness.SILENCE", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.create_connection(asyncio.Protocol, *listener.getsockname())
+        peer, _ = listener.accept()  # and never reads
+        try:
+            transport.write(bytes(64 << 20))
+            for _ in range(10):
+                await asyncio.sleep(0.1)  # nothing happens that could be awaited
+                assert not is_dead(transport)
+            assert transport.get_write_buffer_size() > 0
+        finally:
+            transport.abort()
+            peer.close()
 
 
 async def test_and_never_beyond_it(node: Node) -> None:

@@ -6,22 +6,15 @@ of them, and another sandbox may have its address. Nothing is ever looked up by 
 
 import asyncio
 import errno
-import socket
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from aenv.errors import GuestError, Unavailable
 from aenv.orchestrator.models import Route
 from aenv.proxy.connection import Connection, UpstreamError
+from aenv.proxy.liveness import is_dead, keep_alive
 
 CONNECT_DEADLINE = 10.0
-KEEPALIVE = (
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
-)
-"""A stream over a path that is dead breaks after 30 s of silence: nothing else would ever end it."""
 IDLE_SECONDS = 60.0
 IDLE_PER_PORT = 64
 FRESH_SECONDS = 1.0
@@ -55,7 +48,7 @@ class Generation:
     def __init__(self, route: Route) -> None:
         self.route = route
         self.ended = False
-        self._live: set[Abortable] = set()
+        self._live: dict[Abortable, asyncio.Transport] = {}
         self._opening: set[asyncio.Timeout] = set()
         self._idle: dict[int, list[Connection]] = {}
 
@@ -84,14 +77,13 @@ class Generation:
         if self.ended:
             transport.abort()
             raise UpstreamError(ENDED, started=False)
-        for option in KEEPALIVE:
-            transport.get_extra_info("socket").setsockopt(*option)
+        keep_alive(transport)
         return transport, made
 
     async def connect(self, port: int) -> Connection:
         """As `open`, for HTTP; give it back with `give_back`."""
-        _, connection = await self.open(port, Connection)
-        self._live.add(connection)
+        transport, connection = await self.open(port, Connection)
+        self._live[connection] = transport
         return connection
 
     def take_idle(self, port: int, *, fresh: bool) -> Connection | None:
@@ -105,7 +97,7 @@ class Generation:
             idle.pop()
             if not connection.closed:
                 return connection
-            self._live.discard(connection)
+            self._live.pop(connection, None)
         return None
 
     def give_back(self, port: int, connection: Connection) -> None:
@@ -117,14 +109,14 @@ class Generation:
                 idle.append(connection)
                 return
         connection.abort("the exchange was over")
-        self._live.discard(connection)
+        self._live.pop(connection, None)
 
-    def track(self, connection: Abortable) -> None:
-        """Have `connection` aborted when the generation ends, until `untrack`."""
-        self._live.add(connection)
+    def track(self, connection: Abortable, transport: asyncio.Transport) -> None:
+        """Have `connection` aborted when the generation ends or its path is dead, until `untrack`."""
+        self._live[connection] = transport
 
     def untrack(self, connection: Abortable) -> None:
-        self._live.discard(connection)
+        self._live.pop(connection, None)
 
     def drop_idle(self, before: float) -> None:
         """Close connections that have been idle since before that loop time, and forget those the sandbox closed."""
@@ -132,11 +124,17 @@ class Generation:
             kept = [c for c in idle if c.idle_since >= before and not c.closed]
             for connection in set(idle).difference(kept):
                 connection.abort("idle for too long")
-                self._live.discard(connection)
+                self._live.pop(connection, None)
             if kept:
                 self._idle[port] = kept
             else:
                 del self._idle[port]
+
+    def drop_dead(self) -> None:
+        """Abort connections whose path carries nothing any more."""
+        for connection in [c for c, transport in self._live.items() if is_dead(transport)]:
+            connection.abort("the sandbox has become unreachable")
+            self._live.pop(connection, None)
 
     def end(self) -> None:
         """Abort everything, at once; what waits on it raises."""
@@ -144,13 +142,13 @@ class Generation:
         self._idle.clear()
         for limit in self._opening:
             limit.reschedule(0.0)
-        live, self._live = self._live, set()
+        live, self._live = self._live, {}
         for connection in live:
             connection.abort(ENDED)
 
 
 class Upstream:
-    """The generations in use, one per sandbox. Owns a timer that closes idle connections; end it with `close`."""
+    """The generations in use, one per sandbox. Owns a timer that closes idle and dead connections; end with `close`."""
 
     def __init__(self) -> None:
         self._generations: dict[str, Generation] = {}
@@ -191,6 +189,7 @@ class Upstream:
         loop = asyncio.get_running_loop()
         for sandbox_id, generation in list(self._generations.items()):
             generation.drop_idle(loop.time() - IDLE_SECONDS)
+            generation.drop_dead()
             if generation.unused:
                 del self._generations[sandbox_id]
         self._sweeper = loop.call_later(IDLE_SECONDS / 2, self._sweep) if self._generations else None

@@ -195,7 +195,7 @@ async def join(scope: Scope, receive: Receive, send: Send, request: Request, gen
     reader = asyncio.StreamReader(limit=READ_SIZE)
     transport, stream = await generation.open(request.port, lambda: asyncio.StreamReaderProtocol(reader))
     tunnel = Tunnel(transport, stream, reader)
-    generation.track(tunnel)
+    generation.track(tunnel, transport)
     try:
         await tunnel.handshake(request, scope.get("subprotocols", []), generation.route.address)
         await send({"type": "websocket.accept", "subprotocol": tunnel.subprotocol, "headers": tunnel.headers})
