@@ -38,7 +38,7 @@ async def run(n: int) -> list[Result]:
         raise CliError(f"needs root and {', '.join(missing) or 'nothing else'}; `make bench-storage` installs them")
     settings = load()
     settings.home.mkdir(mode=0o711, parents=True, exist_ok=True)
-    repetitions = max(3, min(7, n // 4))
+    repetitions = max(3, min(7, n // 4)) | 1  # odd, so that a median is a sample
     with tempfile.TemporaryDirectory(prefix=".bench-", dir=settings.home) as folder:
         async with scratch_daemon(settings) as client:
             pid = (await client.version()).pid

@@ -31,6 +31,7 @@ from aenv.network.layout import NETNS_DIRECTORY, Layout
 from aenv.vmm import cgroup
 from aenv.vmm.accel import AccelProver
 from aenv.vmm.process import find
+from disks import fsck_running
 
 KEY = "e2b_" + "5e" * 20
 CIDR = "10.215.0.0/20"
@@ -176,6 +177,10 @@ class RealServer:
 
     def vmm_pid(self, sandbox_id: str) -> int:
         return next(found.handle.pid for found in find(self.home) if found.sandbox_id == sandbox_id)
+
+    def fsck(self) -> None:
+        """Check the file systems of all its sandboxes (only where the data plane serves them)."""
+        fsck_running(self.home, {found.sandbox_id: found.handle.pid for found in find(self.home)})
 
     def leftovers(self) -> dict[str, list[str]]:
         """What sandboxes hold of the machine: their processes, folders and cgroups."""

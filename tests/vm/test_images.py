@@ -19,7 +19,7 @@ from e2b import Sandbox
 
 from aenv.config import ImageSettings, Settings, VmmSettings, load
 from aenv.errors import ProvisionError
-from aenv.images.client import BlockdClient, Layer
+from aenv.images.client import BlockdClient
 from aenv.images.daemon import Places
 from aenv.images.layers import LayerStore, Stack, read_stack, write_stack
 from aenv.images.process import identify
@@ -28,6 +28,7 @@ from aenv.images.store import find_blockd, prepare
 from aenv.templates.models import Template
 from aenv.templates.store import TemplateStore
 from aenv.vmm.qemu import QemuVmm
+from disks import ask, check, fsck_layers
 from real_server import RealServer, needs_node, until
 from vmm_lab import Lab, lab
 
@@ -60,15 +61,7 @@ class Node(RealServer):
 
     def blockd(self, work: Callable[[BlockdClient], Awaitable[T]]) -> T:
         """Ask the daemon something."""
-
-        async def connected() -> T:
-            client = BlockdClient(self.places.socket)
-            try:
-                return await work(client)
-            finally:
-                await client.aclose()
-
-        return asyncio.run(connected())
+        return ask(self.home, work)
 
     def daemon(self) -> int:
         """The daemon's pid."""
@@ -92,19 +85,6 @@ class Node(RealServer):
         write_stack(staging, stack)
         self.templates.publish(staging, made)
         return made
-
-    def fsck(self, *layers: Layer, image: str | None = None) -> None:
-        """Check the file system of layers, or of an attached image as it is at this instant, as after a power cut: the
-        journal is replayed, then there must be nothing to repair."""
-        raw = self.home / "fsck.raw"
-        stack = list(layers) or None
-        self.blockd(lambda client: client.export(raw, layers=stack, image=image))
-        try:
-            subprocess.run(["e2fsck", "-y", "-E", "journal_only", raw], capture_output=True, check=False)
-            done = subprocess.run(["e2fsck", "-f", "-n", raw], capture_output=True, text=True, check=False)
-            assert done.returncode == 0, done.stdout + done.stderr
-        finally:
-            raw.unlink()
 
 
 def _symlink(source: str, target: str) -> str:
@@ -137,7 +117,7 @@ def test_a_disk_of_two_layers(node: Node) -> None:
     sealed = node.seal(first)
     first.commands.run("rm blob && echo later > later && sync")  # the source goes on, with a disk of its own
     assert first.commands.run("cat later; ls").stdout.split() == ["later", "later"]
-    node.fsck(image=first.sandbox_id)
+    node.fsck()
     node.publish("two", node.stack(sealed))
 
     second = Sandbox.create("two", timeout=600, **node.sdk)
@@ -148,8 +128,8 @@ def test_a_disk_of_two_layers(node: Node) -> None:
     assert second.commands.run("ls").stdout.split() == ["blob"]
     second.commands.run(f"{BLOB} > more && sync", timeout=60)
     assert digest(second, "more") == wanted
-    node.fsck(image=second.sandbox_id)
-    node.fsck(*node.layers.files(node.stack(sealed)))
+    node.fsck()
+    fsck_layers(node.home, node.layers.files(node.stack(sealed)))
     first.kill()
     second.kill()
     assert node.blockd(lambda client: client.list()) == []
@@ -169,7 +149,7 @@ def test_a_killed_server_finds_the_disks_again(node: Node) -> None:
     again = node.connect(sandbox.sandbox_id)
     assert digest(again, "blob") == wanted
     again.commands.run("sync")
-    node.fsck(image=sandbox.sandbox_id)
+    node.fsck()
     again.kill()
     until(lambda: node.blockd(lambda client: client.list()) == [], what="the disk's end")
 
@@ -190,7 +170,7 @@ def test_sandboxes_end_with_their_disks_daemon(node: Node) -> None:
     after = node.create()  # by a new daemon
     assert node.daemon() != killed
     assert after.commands.run("echo 1 > x && sync && cat x").stdout == "1\n"
-    node.fsck(image=after.sandbox_id)
+    node.fsck()
     after.kill()
     assert str(node.places.mount) in Path("/proc/self/mounts").read_text()
 
@@ -205,8 +185,8 @@ def test_lower_layers_are_in_memory_once(node: Node) -> None:
     assert grown < before // 10
     # Their own views of it are not cached once more.
     assert [resident(node.places.mount / sandbox.sandbox_id) for sandbox in (one, other)] == [0, 0]
+    node.fsck()
     for sandbox in (one, other):
-        node.fsck(image=sandbox.sandbox_id)
         sandbox.kill()
 
 
@@ -226,10 +206,9 @@ def test_what_the_cli_shows_and_makes(node: Node, tmp_path: Path) -> None:
     assert aenv("inspect", sandbox.sandbox_id)["handles"] == 1
     raw = tmp_path / "raw"
     aenv("export", sandbox.sandbox_id, str(raw))
-    subprocess.run(["e2fsck", "-y", "-E", "journal_only", raw], capture_output=True, check=False)
-    subprocess.run(["e2fsck", "-f", "-n", raw], check=True, capture_output=True)
     shown = subprocess.run(["debugfs", "-R", "cat /home/user/file", raw], capture_output=True, text=True, check=True)
     assert shown.stdout == "here\n"
+    check(raw)
     sandbox.kill()
 
     assert aenv("check", "base")["ok"]
