@@ -177,7 +177,7 @@ async def fio(path: Path, case: Case, *, direct: bool, seconds: int = RUN_SECOND
         "fio",
         *("--name=bench", f"--filename={path}", f"--rw={case.rw}", f"--bs={case.block}", f"--iodepth={case.depth}"),
         *("--ioengine=libaio", f"--direct={int(direct)}", f"--size={SIZE}", "--randrepeat=0", "--norandommap"),
-        # fio would empty the page cache of what it opens, which is all of it for the raw file and nothing for the others.
+        # fio would empty the page cache of what it opens: for the raw file of all of it, for the others of nothing.
         *("--invalidate=0", "--output-format=json", *timed),
     )
     job = json.loads(output[output.index("{") :])["jobs"][0]
