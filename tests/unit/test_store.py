@@ -1,7 +1,9 @@
 """The state database when writes fail and when it is damaged."""
 
+import asyncio
 import sqlite3
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -73,6 +75,25 @@ async def test_a_save_whose_log_cannot_be_written_leaves_no_row(store: Store) ->
     with pytest.raises(InfrastructureError):
         await store.save(RECORD, LINE)
     assert await store.live() == []
+
+
+async def test_lines_that_could_not_be_written_go_with_the_next_row_in_order(store: Store) -> None:
+    await sql(store, "CREATE TRIGGER broken BEFORE INSERT ON sandboxes BEGIN SELECT RAISE(ABORT, 'no'); END")
+    lines = [replace(LINE, detail=str(number)) for number in range(4)]
+    for line in lines[:2]:
+        with pytest.raises(InfrastructureError):
+            await store.save(RECORD, line)
+    # The row after them is queued before it is known that they failed.
+    failing = store.save(RECORD, lines[2])
+    mending = asyncio.create_task(sql(store, "DROP TRIGGER broken"))
+    await asyncio.sleep(0)  # queued now
+    await store.save(RECORD, lines[3])
+    await mending
+    with pytest.raises(InfrastructureError):
+        await failing
+    assert await store.events("i1") == lines
+    await store.save(RECORD, LINE)
+    assert await store.events("i1") == [*lines, LINE]
 
 
 async def test_a_full_disk_is_insufficient_storage(store: Store) -> None:

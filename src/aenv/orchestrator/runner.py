@@ -62,8 +62,6 @@ class Runner:
         self._watch: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._written: asyncio.Future[None] | None = None
-        self._unlogged: list[LoggedEvent] = []
-        """Lines whose write failed; the next one carries them."""
 
     def post(self, event: Event) -> None:
         """Take one event. Raises IllegalTransition for one that makes no sense now."""
@@ -133,26 +131,21 @@ class Runner:
     def _write(self, event: Event) -> None:
         """Queue the row; the store keeps the order."""
         at, position = datetime.now(UTC).isoformat(), str(self.record.life.position)
-        self._save(event, *self._unlogged, LoggedEvent(at, type(event).__name__, event.detail, position))
+        self._save(event, LoggedEvent(at, type(event).__name__, event.detail, position))
 
     async def write_again(self) -> None:
         """Write the row that could not be. Raises an InfrastructureError."""
-        self._save(None, *self._unlogged)
+        self._save(None)
         await self._flushed()
 
     def _save(self, event: Event | None, *lines: LoggedEvent) -> None:
-        self._unlogged = []
         self._written = self._store.save(self.record, *lines)
-        self._written.add_done_callback(lambda written: self._check_write(event, lines, written))
+        self._written.add_done_callback(lambda written: self._check_write(event, written))
 
-    def _check_write(
-        self, event: Event | None, lines: tuple[LoggedEvent, ...], written: "asyncio.Future[None]"
-    ) -> None:
+    def _check_write(self, event: Event | None, written: "asyncio.Future[None]") -> None:
         if written.cancelled() or (error := written.exception()) is None:
             return
-        log.error("sandbox.write_failed", id=self.record.id, what=[line.event for line in lines], error=str(error))
-        if not isinstance(event, TtlChanged):  # its caller is told, and may try for ever
-            self._unlogged = [*lines, *self._unlogged]
+        log.error("sandbox.write_failed", id=self.record.id, what=type(event).__name__, error=str(error))
         if self.record.life.position.stable is Stable.ENDED:
             self._on_unwritten(self)
         # A sandbox whose start is not recorded would be lost by a restart: it must not be handed out. Later rows of

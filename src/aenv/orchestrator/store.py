@@ -19,6 +19,8 @@ from aenv.orchestrator.record import Record, from_json, to_json
 
 T = TypeVar("T")
 
+MOST_UNLOGGED = 100
+"""Lines of one sandbox that are kept while they cannot be written."""
 SCHEMA_VERSION = 1
 SCHEMA = """
 CREATE TABLE sandboxes (id TEXT PRIMARY KEY, stable TEXT NOT NULL, ended_at TEXT, document TEXT NOT NULL) STRICT;
@@ -58,6 +60,8 @@ class Store:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._unlogged: dict[str, list[LoggedEvent]] = {}
+        """By sandbox, the lines whose write failed. Only the thread touches it."""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
         try:
             self._db = self._thread.submit(self._open).result()
@@ -92,17 +96,25 @@ class Store:
                 self._db.execute("ROLLBACK")
 
     def save(self, record: Record, *events: LoggedEvent) -> "asyncio.Future[None]":
-        """Write the row and the lines of its log, in one transaction."""
+        """Write the row and the lines of its log, in one transaction.
+
+        Lines that could not be written go with its next row, before that one's own.
+        """
         ended_at = record.ended_at.isoformat() if record.ended_at else None
         row = (record.id, record.life.position.stable, ended_at, to_json(record))
-        lines = [(record.id, line.at, line.event, line.detail, line.position) for line in events]
 
         def write() -> None:
-            with self._transaction() as db:
-                db.execute("INSERT OR REPLACE INTO sandboxes VALUES (?, ?, ?, ?)", row)
-                db.executemany(
-                    "INSERT INTO events (sandbox_id, at, event, detail, position) VALUES (?, ?, ?, ?, ?)", lines
-                )
+            lines = [*self._unlogged.pop(record.id, ()), *events]
+            try:
+                with self._transaction() as db:
+                    db.execute("INSERT OR REPLACE INTO sandboxes VALUES (?, ?, ?, ?)", row)
+                    db.executemany(
+                        "INSERT INTO events (sandbox_id, at, event, detail, position) VALUES (?, ?, ?, ?, ?)",
+                        [(record.id, line.at, line.event, line.detail, line.position) for line in lines],
+                    )
+            except BaseException:
+                self._unlogged[record.id] = lines[-MOST_UNLOGGED:]
+                raise
 
         return self._submit(write)
 
