@@ -145,14 +145,15 @@ async def test_a_vmm_that_dies_ends_its_sandbox_and_no_other(node: Node) -> None
 
 async def test_a_request_under_way_in_a_sandbox_that_is_killed_is_answered_at_once(node: Node) -> None:
     sandbox_id = (await node.create())["sandboxID"]
-    token = node.host.of(sandbox_id).guest.access_token or ""
+    guest = node.host.of(sandbox_id).guest
+    token = guest.access_token or ""
     reader, writer = await asyncio.open_connection("127.0.0.1", int(node.url.rsplit(":", 1)[1]))
     # The body is announced and never finished, so the guest is waiting in the middle of the request.
     writer.write(
-        f"POST /echo HTTP/1.1\r\nHost: x\r\nE2b-Sandbox-Id: {sandbox_id}\r\nX-Access-Token: {token}\r\n"
+        f"POST /files HTTP/1.1\r\nHost: x\r\nE2b-Sandbox-Id: {sandbox_id}\r\nX-Access-Token: {token}\r\n"
         "Content-Length: 100000\r\n\r\nfirst bytes".encode()
     )
-    await writer.drain()
+    await until(lambda: guest.connections)
     await node.http.delete(f"/sandboxes/{sandbox_id}")
     async with asyncio.timeout(5):
         assert b" 502 " in await reader.readline()

@@ -27,6 +27,12 @@ class FakeGuest:
         tokens = [body["accessToken"] for body in self.inits if "accessToken" in body]
         return tokens[-1] or None if tokens else None
 
+    @property
+    def connections(self) -> int:
+        """How many are open."""
+        server = self._runner.server if self._runner is not None else None
+        return len(server.connections) if server is not None else 0
+
     async def start(self) -> None:
         """Listen. Raises OSError."""
         app = web.Application(client_max_size=1 << 20)
