@@ -242,6 +242,19 @@ async def test_many_large_messages_share_a_bounded_memory(envd: Envd) -> None:
     assert envd.resident_bytes() < 6 << 20
 
 
+async def test_a_message_of_many_small_strings_is_refused(envd: Envd) -> None:
+    arguments = b",".join([b'"a"'] * 4_000_000)
+    async with envd.stream(
+        "Start", None, body=frame(b'{"process":{"cmd":"true","args":[' + arguments + b"]}}")
+    ) as opened:
+        result = await opened.finish()
+    assert result.error is not None
+    assert result.error["code"] == "resource_exhausted"
+    assert "4000004 strings" in result.error["message"]
+    some = await envd.run(["printf", "%s", *["a"] * 100_000])
+    assert (len(some.stdout), some.exit_code) == (100_000, 0)
+
+
 def raw(port: int, data: bytes) -> bytes:
     """Sends bytes and reads until the daemon closes or has answered."""
     with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:

@@ -225,18 +225,20 @@ async def test_timeout_of_connect_ends_only_the_stream(envd: Envd) -> None:
 
 
 async def test_a_process_outlives_its_connection_and_can_be_waited_for_again(envd: Envd, tmp_path: Path) -> None:
-    gate = tmp_path / "gate"
-    os.mkfifo(gate)
-    command = f"echo one; read line < {gate}; echo two; read line < {gate}; echo three; exit 5"
+    # Two, because the shell could open one again before its first writer has closed it, and read nothing.
+    first, second = tmp_path / "first", tmp_path / "second"
+    os.mkfifo(first)
+    os.mkfifo(second)
+    command = f"echo one; read line < {first}; echo two; read line < {second}; echo three; exit 5"
     async with envd.stream("Start", start_message(command)) as stream:
         await stream.until(b"one\n")
     pid = stream.result.pid
-    gate.write_text("go\n")
+    first.write_text("go\n")
     async with envd.stream("Connect", {"process": {"pid": pid}}) as again:
         # What was printed while nobody listened, then live output.
         await again.until(b"two\n")
         assert again.result.stdout == b"two\n"
-        gate.write_text("go\n")
+        second.write_text("go\n")
         assert (await again.finish()).exit_code == 5
     late = await envd.connect(pid)
     assert (late.pid, late.stdout, late.exit_code) == (pid, b"one\ntwo\nthree\n", 5)

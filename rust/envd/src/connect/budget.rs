@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use memchr::memchr_iter;
 use tokio::sync::{Semaphore, SemaphorePermit};
 use tokio::time::timeout;
 
@@ -15,6 +16,13 @@ const TOTAL: usize = 2 * MAX_MESSAGE;
 
 /// Messages up to this size are free: the number of connections bounds them.
 pub const FREE: usize = 64 << 10;
+
+/// What a decoded string costs on top of its text: itself, its block, and the same again for a program's arguments. A message
+/// of `"",` three bytes long each would grow thirtyfold.
+const STRING: usize = 104;
+
+/// Messages with fewer strings are not charged for them.
+const FREE_STRINGS: usize = 10_000;
 
 /// How long a large message waits for others before its call is refused.
 const WAIT: Duration = Duration::from_secs(10);
@@ -41,6 +49,30 @@ impl Share {
                 TOTAL >> 20
             ))),
         }
+    }
+
+    /// Adds what decoding `message` will cost for its strings, if they are many. Does not wait: who waits while it holds a share
+    /// may wait for one who does the same.
+    ///
+    /// # Errors
+    /// `resource_exhausted` when there is not as much.
+    pub fn add_strings(&mut self, message: &[u8]) -> Result<(), RpcError> {
+        let strings = memchr_iter(b'"', message).count() / 2;
+        if strings <= FREE_STRINGS {
+            return Ok(());
+        }
+        let wanted = u32::try_from(strings.saturating_mul(STRING)).unwrap_or(u32::MAX);
+        let Ok(permit) = BYTES.try_acquire_many(wanted) else {
+            return Err(RpcError::resource_exhausted(format!(
+                "a message of {strings} strings takes more than is left of the {} MiB for large messages",
+                TOTAL >> 20
+            )));
+        };
+        match &mut self.0 {
+            Some(held) => held.merge(permit),
+            none => *none = Some(permit),
+        }
+        Ok(())
     }
 
     /// Bytes held.
@@ -85,6 +117,11 @@ mod tests {
         let waiting = tokio::spawn(Share::of(MAX_MESSAGE));
         tokio::task::yield_now().await;
         drop(second);
-        assert_eq!(waiting.await.expect("ran").expect("room").bytes(), MAX_MESSAGE);
+        let mut last = waiting.await.expect("ran").expect("room");
+        assert_eq!(last.bytes(), MAX_MESSAGE);
+        last.add_strings(&br#""","#.repeat(FREE_STRINGS)).expect("few");
+        last.add_strings(&br#""","#.repeat(100_000)).expect("room");
+        assert_eq!(last.bytes(), MAX_MESSAGE + 100_000 * STRING);
+        assert!(last.add_strings(&br#""","#.repeat(1_000_000)).is_err());
     }
 }

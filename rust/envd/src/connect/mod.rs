@@ -112,6 +112,7 @@ async fn read_message<I: DeserializeOwned>(mut body: RequestBody) -> Result<(I, 
         bytes.extend_from_slice(&data);
     }
     share.shrink(bytes.len());
+    share.add_strings(&bytes)?;
     Ok((decode(&bytes)?, share))
 }
 

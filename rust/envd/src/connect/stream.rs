@@ -161,7 +161,10 @@ impl<I: DeserializeOwned> MessageSource<I> {
     pub async fn next(&mut self) -> Result<Option<I>, RpcError> {
         self.share = Share::default();
         match self.next_frame().await? {
-            Some(bytes) => decode(&bytes).map(Some),
+            Some(bytes) => {
+                self.share.add_strings(&bytes)?;
+                decode(&bytes).map(Some)
+            }
             None => Ok(None),
         }
     }
