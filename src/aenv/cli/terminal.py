@@ -27,6 +27,7 @@ class Keyboard:
         self.typed = bytearray()
         self.size: tuple[int, int] | None = None
         self.changed = asyncio.Event()
+        self._paused = False
 
     @contextmanager
     def listen(self) -> Iterator[None]:
@@ -40,14 +41,31 @@ class Keyboard:
         try:
             yield
         finally:
+            self._paused = False
             loop.remove_reader(descriptor)
             loop.remove_signal_handler(signal.SIGWINCH)
             termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
 
     def _read(self, descriptor: int) -> None:
-        if len(self.typed) < MAX_TYPED:
-            self.typed += os.read(descriptor, 4096)
-            self.changed.set()
+        try:
+            typed = os.read(descriptor, 4096)
+        except OSError:  # the terminal hung up
+            typed = b""
+        self.typed += typed
+        self.changed.set()
+        # At the end, and far ahead of what can be sent, the descriptor stays readable: the loop would spin on it.
+        if not typed or len(self.typed) >= MAX_TYPED:
+            asyncio.get_running_loop().remove_reader(descriptor)
+            self._paused = bool(typed)
+
+    def take(self) -> bytes:
+        """What was typed, for sending; makes room for more."""
+        typed = bytes(self.typed)
+        self.typed.clear()
+        if self._paused:
+            self._paused = False
+            asyncio.get_running_loop().add_reader(sys.stdin.fileno(), self._read, sys.stdin.fileno())
+        return typed
 
     def _resized(self) -> None:
         size = shutil.get_terminal_size()
@@ -89,8 +107,6 @@ async def _send_keys(processes: Processes, pid: int, keyboard: Keyboard) -> None
                 size, keyboard.size = keyboard.size, None
                 await processes.resize(pid, *size)
             while keyboard.typed:
-                typed = bytes(keyboard.typed)
-                keyboard.typed.clear()
-                await processes.send(pid, typed, pty=True)
+                await processes.send(pid, keyboard.take(), pty=True)
     except ConnectError:
         pass  # the shell is gone; its end event follows
