@@ -95,7 +95,13 @@ class TestReadAndWrite:
         with pytest.raises(InvalidArgumentException):
             sandbox.files.write(folder, "x")
         with pytest.raises(SandboxException):
-            sandbox.files.write("/etc/not-allowed", "x")
+            sandbox.files.write("/proc/version", "x")
+
+    def test_anywhere(self, sandbox: Sandbox) -> None:
+        """As with E2B: the daemon writes wherever it is told, and what it makes belongs to the user."""
+        sandbox.files.write("/opt/project/main.py", "print(1)")
+        assert sandbox.files.get_info("/opt/project/main.py").owner == "user"
+        assert sandbox.files.get_info("/opt/project").owner == "user"
 
     def test_metadata(self, sandbox: Sandbox, folder: str) -> None:
         path = f"{folder}/tagged"

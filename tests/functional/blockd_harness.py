@@ -1,5 +1,6 @@
 """A real `aenv-blockd` in a scratch directory, to be killed and started again at will."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -64,7 +65,8 @@ class Connection:
         return answer
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # what a killed daemon did not read is flushed to nobody
+            self._file.close()
         self._socket.close()
 
 

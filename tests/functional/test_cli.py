@@ -219,6 +219,8 @@ class TestAlone:
 
     @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
     async def test_completion(self, lone: Cli, shell: str) -> None:
+        # The shell is told here; else it is found out from the process that started the command.
+        lone.environ |= {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
         shown = await lone("--show-completion", shell)
         assert shown.code == 0
         assert "_AENV_COMPLETE" in shown.out
