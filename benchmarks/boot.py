@@ -1,8 +1,8 @@
 """Cold boot on a running server: create to the first command's output, and what of it is our own control plane's.
 
 A create answers with `Server-Timing`: milliseconds of each step of the launch. `vmm` is from the order to start the VMM
-to its control socket's answer, `guest` from there to the daemon's first answer; all else of the call, HTTP included, is
-our control plane.
+to its control socket's answer, `guest` from there to the daemon's first answer, `init` the daemon's first call, which an
+emulated CPU takes most of; all else of the create call, HTTP included, is our control plane.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ GOAL_CONTROL_PLANE_MS = 50.0
 
 async def run(n: int) -> list[Result]:
     """`n` sandboxes one after the other; each is deleted before the next."""
-    steps = ("output", "control", "vmm", "guest", "delete")
+    steps = ("output", "control", "vmm", "guest", "init", "delete")
     samples: dict[str, list[float]] = {step: [] for step in steps}
     async with httpx.AsyncClient() as http:
         api = ApiClient(resolve(), http)
@@ -34,9 +34,9 @@ async def run(n: int) -> list[Result]:
             created = time.perf_counter()
             await _first_output(api, sandbox)
             samples["output"].append(time.perf_counter() - began)
-            samples["control"].append((created - began) * 1000 - timing["vmm"] - timing["guest"])
-            samples["vmm"].append(timing["vmm"])
-            samples["guest"].append(timing["guest"])
+            samples["control"].append((created - began) * 1000 - timing["vmm"] - timing["guest"] - timing["init"])
+            for step in ("vmm", "guest", "init"):
+                samples[step].append(timing[step])
             began = time.perf_counter()
             await api.delete(sandbox["sandboxID"])
             samples["delete"].append((time.perf_counter() - began) * 1000)
@@ -47,6 +47,7 @@ async def run(n: int) -> list[Result]:
         Result.of("of it, our control plane", samples["control"], "ms", goal="p50 <= 50 ms", met=control_met),
         Result.of("of it, start of the VMM", samples["vmm"], "ms"),
         Result.of("of it, boot of the guest", samples["guest"], "ms"),
+        Result.of("of it, first call of the guest's daemon", samples["init"], "ms"),
         Result.of("delete", samples["delete"], "ms"),
     ]
 

@@ -28,3 +28,10 @@ aenv_home() {
     elif [ "$(id -u)" -eq 0 ]; then echo /var/lib/aenv
     else echo "$HOME/.local/share/aenv"; fi
 }
+
+# The pid of the server that runs on this home; fails if none does.
+server_pid() {
+    local pid
+    pid=$(cat "$(aenv_home)/server.pid" 2> /dev/null) && [ -n "$pid" ] || return 1
+    { tr '\0' ' ' < "/proc/$pid/cmdline"; } 2> /dev/null | grep -q 'aenv server' && echo "$pid"
+}

@@ -14,12 +14,6 @@ log=$home/server.log
 
 healthy() { curl -fsS --noproxy '*' --max-time 2 -o /dev/null "$url/health" 2> /dev/null; }
 
-running_pid() {
-    local pid
-    pid=$(cat "$pid_file" 2> /dev/null) || return 1
-    [ -n "$pid" ] && grep -qs 'aenv.server' "/proc/$pid/cmdline" && echo "$pid"
-}
-
 code_is_newer() { [ -n "$(find src pyproject.toml "$home/guest/current" -newer "$pid_file" -not -path '*/__pycache__*' -type f,l -print -quit)" ]; }
 
 wait_until() {
@@ -32,7 +26,7 @@ wait_until() {
 
 gone() { ! kill -0 "$pid" 2> /dev/null; }
 
-if pid=$(running_pid) && healthy; then
+if pid=$(server_pid) && healthy; then
     if ! code_is_newer; then
         say "The server runs already (pid $pid)"
         exit 0

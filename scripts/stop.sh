@@ -6,8 +6,7 @@ cd "$(dirname "$0")/.."
 
 STOP_DEADLINE=60 # seconds
 
-pid=$(cat "$(aenv_home)/server.pid" 2> /dev/null) || pid=
-if [ -z "$pid" ] || ! grep -qs 'aenv.server' "/proc/$pid/cmdline"; then
+if ! pid=$(server_pid); then
     say "No server runs"
     exit 0
 fi
