@@ -1,8 +1,8 @@
 """Cold boot on a running server: create to the first command's output, and what of it is our own control plane's.
 
 A create answers with `Server-Timing`: milliseconds of each step of the launch. `vmm` is from the order to start the VMM
-to its control socket's answer, `guest` from there to the daemon's first answer, `init` the daemon's first call, which an
-emulated CPU takes most of; all else of the create call, HTTP included, is our control plane.
+to its control socket's answer, `guest` from there to the daemon's first answer, `init` the daemon's first call, most of
+it on the emulated CPU; all else of the create call, HTTP included, is our control plane.
 """
 
 import asyncio
