@@ -159,7 +159,9 @@ async def test_a_program_that_cannot_start(envd: Envd, words: list[str], code: s
     assert text in result.error["message"]
     assert result.pid == 0
     assert result.end is None
-    assert envd.children() == set()
+    async with asyncio.timeout(5):  # the answer may be there a moment before the child is reaped
+        while envd.children():
+            await asyncio.sleep(0.002)
 
 
 async def test_a_program_is_looked_up_in_path(envd: Envd) -> None:
