@@ -25,7 +25,7 @@ from aenv.guest import kernel
 from aenv.guest.initramfs import build_initramfs
 from aenv.guest.modules import load_order
 
-_BUILDER = 1
+_BUILDER = 2
 """Raised whenever the same inputs would give another bundle."""
 
 _SCRATCH = ".new-"
