@@ -90,9 +90,12 @@ impl Rig {
             Ok(upper) => (Arc::new(upper), names),
             // Killed between creating the files of the next upper and writing its headers.
             Err(error) => {
-                let fresh = std::fs::metadata(Self::data_path(dir, *last)).expect("data").len() < 4096
-                    || mode == Mode::Append && !Self::index_path(dir, *last).exists()
-                    || std::fs::metadata(Self::index_path(dir, *last)).is_ok_and(|index| index.len() < 4096);
+                let first = match mode {
+                    Mode::Append => Self::index_path(dir, *last),
+                    Mode::Sparse => Self::data_path(dir, *last),
+                };
+                let header = std::fs::read(first).unwrap_or_default();
+                let fresh = header.get(..4096).is_none_or(|header| header.iter().all(|byte| *byte == 0));
                 assert!(fresh, "{last}: {error}");
                 (Self::new_upper(dir, *last, mode, size, stack.top()), names)
             }
