@@ -1,22 +1,21 @@
-"""What the orchestrator asks of the image store."""
+"""What is asked of the image store: disks, memory images, and the layers both are made of.
 
-from collections.abc import Iterable
+A layer is an immutable file; an image is a stack of them, the lowest first, and a size. The store never decides
+where layer files live or how long: callers name them and own them. All files of a node are on one file system.
+"""
+
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disk:
-    """A writable disk as a VMM opens it. `size` is what the guest sees, in bytes.
-
-    With format `qcow2` the file is an overlay over `backing`, which is shared and only ever read.
-    """
+    """A writable disk as a VMM opens it: a file, or a block device. `size` is what the guest sees, in bytes."""
 
     path: Path
-    format: Literal["raw", "qcow2"]
     size: int
-    backing: Path | None = None
 
     @property
     def is_device(self) -> bool:
@@ -24,39 +23,103 @@ class Disk:
         return self.path.parent == Path("/dev")
 
 
-class ImageStore(Protocol):
-    """Gives every sandbox its own writable view of a template's image.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """What an image is made of: its layer files, the lowest first, and what a guest sees, in bytes."""
 
-    A disk belongs to a sandbox's folder, whose name is the sandbox's id.
+    layers: tuple[Path, ...]
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRange:
+    """`length` bytes at `address` of a VMM that hold the guest's memory from `offset` on (all in bytes, whole pages)."""
+
+    address: int
+    length: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuestMemory:
+    """The memory of a guest inside its VMM; `start_time` (field 22 of /proc/<pid>/stat) tells the process from others."""
+
+    pid: int
+    start_time: int
+    ranges: tuple[MemoryRange, ...]
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """What a capture of memory found, in pages of 4 KiB, and how many bytes the layer has."""
+
+    dirty_pages: int
+    data_pages: int
+    zero_pages: int
+    equal_pages: int
+    layer_bytes: int
+
+
+class ImageStore(Protocol):
+    """Serves images. A disk belongs to a sandbox's folder, whose name is the sandbox's id.
+
+    Every call raises ImageError, InsufficientStorage and DeadlineExceeded, and leaves nothing half-made behind.
     """
 
-    async def start(self, in_use: Iterable[Path]) -> None:
-        """Make ready; the disks of an earlier server in all folders but these are given up. Called once, first.
-
-        Raises ImageError and what else makes the node unusable.
-        """
+    async def start(self, in_use: Iterable[Path], memory_in_use: Iterable[str]) -> None:
+        """Make ready; whatever an earlier server attached, but the disks of these folders and the memory images of these
+        names, is given up. Called once, first."""
         ...
 
-    async def attach(self, image: str, directory: Path, uid: int) -> Disk:
-        """Make a fresh writable disk over `image` (a template id) in `directory`, owned by `uid`.
-
-        Raises NotFound for an unknown image, InsufficientStorage, ImageError. Leaves nothing behind on an error.
-        """
+    async def attach(self, stack: Stack, directory: Path, uid: int) -> Disk:
+        """Make a fresh writable disk over `stack` in `directory`, owned by `uid`."""
         ...
 
-    async def open(self, image: str, directory: Path) -> Disk:
+    async def open(self, directory: Path) -> Disk:
         """The disk `attach` made earlier in `directory` (after a server restart). Raises ImageError if it is gone."""
         ...
 
-    async def lost(self, directory: Path) -> str:
-        """Return, with a sentence that says why, when the attached disk in `directory` works no more; else never.
+    async def seal(self, directory: Path, layer: Path) -> None:
+        """Turn what was written to the live disk in `directory` into the file `layer`, on top of its stack; the disk goes
+        on. Everything written before the call is in the layer; it is on stable storage soon, not yet on return."""
+        ...
 
-        Raises ImageError if none is attached there.
-        """
+    async def lost(self, directory: Path) -> str:
+        """Return, with a sentence that says why, when the attached disk in `directory` works no more; else never."""
         ...
 
     async def detach(self, directory: Path) -> None:
-        """Give up and delete the disk in `directory`. Idempotent, also after a cancelled `attach`."""
+        """Give up the disk in `directory` and what was written to it since it was attached or sealed. Idempotent, also
+        after a cancelled `attach`. Layers stay."""
+        ...
+
+    async def open_memory(self, name: str, stack: Stack, user: str) -> Path:
+        """The file that shows the memory image `name`, readable by every VMM, the same for all its users; served until
+        `user` and every other one has closed it. What `name` stands for never changes."""
+        ...
+
+    async def close_memory(self, name: str, user: str) -> None:
+        """`user` does not need it any more. Idempotent."""
+        ...
+
+    async def capture(self, memory: GuestMemory, base: Stack | None, mapped: int, output: Path) -> Captured:
+        """Write what a frozen guest has changed of its memory as the layer `output`, to lie on `base`.
+
+        `mapped` is how many layers of `base`, from the lowest, the guest maps; those above were captured from it since.
+        """
+        ...
+
+    async def compact(self, layers: Sequence[Path], output: Path, *, base: bool) -> None:
+        """Fold a run of layers into one that reads the same; `base`: nothing lies beneath them. For images at rest."""
+        ...
+
+    async def compact_disk(self, directory: Path, first: int, last: int, output: Path) -> None:
+        """Fold the layers `first` to `last` (exclusive, from the lowest) of the live disk in `directory` into one."""
+        ...
+
+    async def make_durable(self, files: Sequence[Path]) -> None:
+        """Return when these files, and their names, are on stable storage."""
         ...
 
     async def aclose(self) -> None:

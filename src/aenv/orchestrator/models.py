@@ -25,7 +25,10 @@ class CreateSpec:
 
     template: str
     timeout: int
-    auto_pause: bool | None = None
+    on_timeout: Literal["kill", "pause"] = "kill"
+    keep_memory: bool = True
+    """Whether the pause at its timeout keeps the memory (E2B's `autoPauseMemory`)."""
+    auto_resume: bool = False
     secure: bool = True
     metadata: Mapping[str, str] = field(default_factory=dict)
     env_vars: Mapping[str, str] = field(default_factory=dict)
@@ -58,11 +61,48 @@ class Sandbox:
     metadata: Mapping[str, str]
     env_vars: Mapping[str, str]
     on_timeout: Literal["kill", "pause"]
+    auto_resume: bool
+    pause_mode: Literal["full", "filesystem"] | None
+    """What a pause kept; None while it runs."""
+    parent: str | None
+    """The sandbox it was forked from, or whose snapshot it was made of."""
     allow_internet_access: bool | None
     network: Mapping[str, object] | None
     generation: str
     timings: Mapping[str, float]
     """Milliseconds of each step of its launch: slot, disk, vmm, guest, init."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """A named or unnamed snapshot: `id` is what a create takes as its template; `names` are full names
+    (``name:tag``), empty for an unnamed one. `sandbox_id` is the sandbox it was taken of. Sizes are MiB."""
+
+    id: str
+    names: tuple[str, ...]
+    sandbox_id: str
+    created_at: datetime
+    cpu_count: int
+    memory_mb: int
+    disk_mb: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotQuery:
+    """Filter and page of a listing of snapshots, newest first. `name` is ``name`` (every tag) or ``name:tag``."""
+
+    sandbox_id: str | None = None
+    name: str | None = None
+    limit: int = 100
+    next_token: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotPage:
+    """One page. `next_token` is None on the last."""
+
+    items: tuple[Snapshot, ...]
+    next_token: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,17 @@
 
 from typing import Protocol
 
-from aenv.orchestrator.models import CreateSpec, ListQuery, Page, Route, Sandbox
+from aenv.errors import AenvError
+from aenv.orchestrator.models import (
+    CreateSpec,
+    ListQuery,
+    Page,
+    Route,
+    Sandbox,
+    Snapshot,
+    SnapshotPage,
+    SnapshotQuery,
+)
 
 
 class Sandboxes(Protocol):
@@ -25,6 +35,49 @@ class Sandboxes(Protocol):
 
     async def delete(self, sandbox_id: str, *, detail: str = "") -> None:
         """End it from whatever state; return when it no longer answers. Raises NotFound."""
+        ...
+
+    async def pause(self, sandbox_id: str, *, memory: bool = True) -> None:
+        """Keep its state and give back all it held; return when that is so. Without `memory` only the disk is kept, and
+        the next resume boots from it. An error leaves it running. Raises NotFound, Conflict if it is paused already or
+        busy, InfrastructureError."""
+        ...
+
+    async def resume(self, sandbox_id: str, seconds: float, *, memory: bool = True) -> tuple[Sandbox, bool]:
+        """Make sure it runs for at least `seconds` more; whether it had to be resumed. One that was paused gets exactly
+        that time to live; without `memory` its saved memory is dropped and it boots from its disk. Waits for a pause
+        or resume under way. An error leaves it paused. Raises NotFound, Conflict if busy otherwise, TooManyRequests,
+        InfrastructureError."""
+        ...
+
+    async def snapshot(self, sandbox_id: str, name: str | None, *, memory: bool = True) -> Snapshot:
+        """Commit its present state under `name` (``name`` or ``name:tag``; the tag moves here if it was used). It keeps
+        running, or stays paused. Raises NotFound, BadRequest, Conflict, InfrastructureError."""
+        ...
+
+    def snapshots(self, query: SnapshotQuery) -> SnapshotPage:
+        """Raises BadRequest for a token that is not of this query."""
+        ...
+
+    async def delete_snapshot(self, snapshot_id: str) -> None:
+        """By id or name. Sandboxes made of it live on. Raises NotFound; Forbidden for what is no snapshot."""
+        ...
+
+    async def fork(self, sandbox_id: str, *, count: int, seconds: float) -> tuple[Sandbox | AenvError, ...]:
+        """Make `count` children of its present state, each with its own identity; one capture for all. For each the
+        child or why there is none. The source keeps running, or stays paused. Raises NotFound, BadRequest for a count
+        that is not allowed, Conflict, InfrastructureError."""
+        ...
+
+    async def rollback(self, sandbox_id: str, snapshot_id: str) -> Sandbox:
+        """Put it back to one of its own snapshots, in place: it keeps its id, its time to live and whether it runs. An
+        error leaves it as it was. Raises NotFound (also for a snapshot of another sandbox), Conflict,
+        InfrastructureError."""
+        ...
+
+    async def awaken(self, sandbox_id: str) -> Route | None:
+        """What `route` says once a pause or resume under way has ended, after resuming the sandbox if it is paused and
+        was created with auto-resume. None if it cannot be reached."""
         ...
 
     async def set_timeout(self, sandbox_id: str, seconds: float) -> Sandbox:

@@ -8,17 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from aenv.images.protocol import Disk
+from aenv.images.protocol import Disk, GuestMemory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VmSpec:
-    """Everything a VMM needs to boot one guest.
+    """Everything a VMM needs to run one guest.
 
     `directory` is the sandbox's own folder (disk upper, serial log, control socket); the driver may create files in
     it. `uid` is the unprivileged user (and group) the VMM runs as; of the host's files it sees only those named here,
-    and needs to read `kernel`, `initramfs` and the disk's backing file, and to write the disk. `netns` is a path
-    (``/run/netns/<name>``), `tap` the name of a tap inside it, `address` where the host reaches the guest's ports.
+    and needs to read `kernel` and `initramfs` (to boot) or `memory` (to go on from), and to write the disk. `netns` is a
+    path (``/run/netns/<name>``), `tap` the name of a tap inside it, `address` where the host reaches the guest's ports.
+
+    `memory` is a file of `memory_mb` that a guest's memory was captured into: mapped privately, so nothing writes it.
     """
 
     sandbox_id: str
@@ -34,6 +36,7 @@ class VmSpec:
     tap: str
     mac: str
     address: str
+    memory: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,18 +58,40 @@ class VmExit:
 
 @dataclass(frozen=True, slots=True)
 class VmmInfo:
-    """What runs guests here, recorded with whatever depends on it."""
+    """What runs guests here. A saved guest goes on only where all of it is the same: `cpu` stands for everything that a
+    guest may have found out about its processor (model, features, rate of its clock)."""
 
     driver: str
     version: str
     accel: str
+    cpu: str
 
 
 class Vm(Protocol):
-    """One running guest."""
+    """One guest: running, frozen, or (from `Vmm.prepare`) waiting for its state."""
 
     @property
     def handle(self) -> VmHandle: ...
+
+    async def load(self, state: bytes) -> None:
+        """Give a prepared VMM the device state that `save` returned. The guest is frozen then. Raises VmmError."""
+        ...
+
+    async def freeze(self) -> None:
+        """Stop the virtual CPUs; return when nothing is under way to disk or network. Idempotent. Raises VmmError."""
+        ...
+
+    async def thaw(self) -> None:
+        """Let the virtual CPUs go on. Idempotent. Raises VmmError."""
+        ...
+
+    async def save(self) -> bytes:
+        """The state of a frozen guest but for its memory and its disk. Raises VmmError."""
+        ...
+
+    async def memory(self) -> GuestMemory:
+        """Where the guest's memory is in the VMM. Raises VmmError."""
+        ...
 
     async def wait(self) -> VmExit:
         """Return when the VMM has ended, for whatever reason. May be awaited by several tasks."""
@@ -105,8 +130,13 @@ class Vmm(Protocol):
         """
         ...
 
+    async def prepare(self, spec: VmSpec) -> Vm:
+        """Start a VMM over `spec.memory` that waits for `Vm.load`. Errors are those of `boot`."""
+        ...
+
     async def adopt(self, spec: VmSpec, handle: VmHandle) -> Vm:
-        """Take over the VMM a previous server started. Raises VmmError if it is gone or does not answer."""
+        """Take over the VMM a previous server started; a guest that was left frozen goes on. Raises VmmError if it is
+        gone, does not answer or never got its state."""
         ...
 
     async def sweep(self, keep: frozenset[VmHandle]) -> list[str]:

@@ -1,0 +1,1 @@
+"""States of sandboxes at rest: checkpoints and what they are made of."""
