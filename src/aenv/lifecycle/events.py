@@ -28,6 +28,58 @@ class LaunchFailed(Event):
     reason = EndReason.CREATE_FAILED
 
 
+class PauseRequested(Event):
+    """A client wants it paused, or its TTL ran out and pausing is what it does then; `detail` says which."""
+
+
+class Paused(Event):
+    """Its state is kept; the VMM is of no more use."""
+
+
+class PauseFailed(Event):
+    """Its state could not be kept, and it runs on; `detail` says why."""
+
+
+class ResumeRequested(Event):
+    """A client, or a request to a sandbox with auto-resume, wants it to run."""
+
+
+class Resumed(Event):
+    """The guest goes on and has its new identity."""
+
+
+class ResumeFailed(Event):
+    """It could not be made to run and stays paused; `detail` says why."""
+
+
+class SnapshotRequested(Event):
+    """A client wants its state committed under a name."""
+
+
+class ForkRequested(Event):
+    """A client wants children of it."""
+
+
+class Captured(Event):
+    """Its state was taken; it goes on."""
+
+
+class CaptureFailed(Event):
+    """Its state could not be taken; it goes on all the same. `detail` says why."""
+
+
+class RollbackRequested(Event):
+    """A client wants it put back to one of its snapshots; `detail` names it."""
+
+
+class RolledBack(Event):
+    """It is what the snapshot was."""
+
+
+class RollbackFailed(Event):
+    """It is what it was before; `detail` says why."""
+
+
 class DeleteRequested(Event):
     """A client wants it gone."""
 
@@ -35,7 +87,7 @@ class DeleteRequested(Event):
 
 
 class Expired(Event):
-    """Its TTL ran out."""
+    """Its TTL ran out, and ending is what it does then."""
 
     reason = EndReason.TIMEOUT
 
@@ -56,8 +108,14 @@ class DiskLost(Event):
     reason = EndReason.DISK_LOST
 
 
+class StateLost(Event):
+    """What was kept of a paused sandbox cannot be used; `detail` says why."""
+
+    reason = EndReason.STATE_LOST
+
+
 class Adopted(Event):
-    """A new server took over its running VMM."""
+    """A new server took over its running VMM, or the state it was paused in. What was in flight has not happened."""
 
 
 class HostRestarted(Event):

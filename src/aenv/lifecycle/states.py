@@ -9,6 +9,7 @@ class Stable(StrEnum):
 
     NEW = "new"
     RUNNING = "running"
+    PAUSED = "paused"
     ENDED = "ended"
 
 
@@ -16,6 +17,11 @@ class Operation(StrEnum):
     """What is being done to the sandbox. Each has a deadline, kept by the runner."""
 
     CREATING = "creating"
+    PAUSING = "pausing"
+    RESUMING = "resuming"
+    SNAPSHOTTING = "snapshotting"
+    FORKING = "forking"
+    ROLLING_BACK = "rolling_back"
     KILLING = "killing"
 
 
@@ -32,6 +38,8 @@ class EndReason(StrEnum):
     """Its VMM ended by itself, was killed from outside, or the guest powered off."""
     DISK_LOST = "disk_lost"
     """What served its disk died; the guest could not have gone on."""
+    STATE_LOST = "state_lost"
+    """It was paused, and what was kept of it cannot be used."""
     HOST_RESTART = "host_restart"
     """The host restarted under it."""
     SERVER_RESTART = "server_restart"
@@ -54,6 +62,17 @@ class Position:
 NEW = Position(Stable.NEW)
 CREATING = Position(Stable.NEW, Operation.CREATING)
 RUNNING = Position(Stable.RUNNING)
+PAUSING = Position(Stable.RUNNING, Operation.PAUSING)
+PAUSED = Position(Stable.PAUSED)
+RESUMING = Position(Stable.PAUSED, Operation.RESUMING)
+# A snapshot, a fork and a rollback end where they began: of a running sandbox or of a paused one.
+AT_WORK = {
+    stable: {
+        operation: Position(stable, operation)
+        for operation in (Operation.SNAPSHOTTING, Operation.FORKING, Operation.ROLLING_BACK)
+    }
+    for stable in (Stable.RUNNING, Stable.PAUSED)
+}
 # The end is certain from the moment killing begins, so its stable state is already ENDED: nothing shows it any more.
 KILLING = Position(Stable.ENDED, Operation.KILLING)
 ENDED = Position(Stable.ENDED)
@@ -70,4 +89,4 @@ class Life:
     @property
     def visible(self) -> bool:
         """Whether clients see it: created, and not ended or ending."""
-        return self.position.stable is Stable.RUNNING
+        return self.position.stable in (Stable.RUNNING, Stable.PAUSED)
