@@ -73,28 +73,12 @@ class GuestClient:
         """Return when ``GET /health`` answers 2xx. Raises DeadlineExceeded after `deadline` seconds."""
         try:
             async with asyncio.timeout(deadline):
-                while not await self._healthy(address):  # noqa: ASYNC110 (another machine: there is no event)
+                while not await healthy(address):  # noqa: ASYNC110 (another machine: there is no event)
                     await asyncio.sleep(PROBE_INTERVAL)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"the guest's daemon at {address}:{ENVD_PORT} did not answer within {deadline:g} s"
             ) from None
-
-    async def _healthy(self, address: str) -> bool:
-        try:
-            async with asyncio.timeout(PROBE_TIMEOUT):
-                reader, writer = await asyncio.open_connection(address, ENVD_PORT)
-        except (OSError, TimeoutError):
-            return False
-        try:
-            async with asyncio.timeout(2.0):
-                writer.write(f"GET /health HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n".encode())
-                status = await reader.readline()
-        except (OSError, ValueError, TimeoutError):
-            return False
-        finally:
-            writer.transport.abort()
-        return status.startswith(b"HTTP/1.1 2")
 
     async def init(self, address: str, init: GuestInit, current_token: str | None = None) -> None:
         """Apply token, environment, clock, entropy and identity. Raises GuestError.
@@ -139,3 +123,21 @@ class GuestClient:
     async def aclose(self) -> None:
         """Close what is open."""
         await self._http.aclose()
+
+
+async def healthy(address: str) -> bool:
+    """Whether ``GET /health`` answers 2xx, within two seconds or so."""
+    try:
+        async with asyncio.timeout(PROBE_TIMEOUT):
+            reader, writer = await asyncio.open_connection(address, ENVD_PORT)
+    except (OSError, TimeoutError):
+        return False
+    try:
+        async with asyncio.timeout(2.0):
+            writer.write(f"GET /health HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n".encode())
+            status = await reader.readline()
+    except (OSError, ValueError, TimeoutError):
+        return False
+    finally:
+        writer.transport.abort()
+    return status.startswith(b"HTTP/1.1 2")
