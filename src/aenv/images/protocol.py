@@ -80,6 +80,11 @@ class ImageStore(Protocol):
         """The disk `attach` made earlier in `directory` (after a server restart). Raises ImageError if it is gone."""
         ...
 
+    async def layers(self, directory: Path) -> tuple[Path, ...]:
+        """The layer files under the live disk in `directory`, the lowest first: those it was attached with and those
+        sealed since."""
+        ...
+
     async def seal(self, directory: Path, layer: Path) -> None:
         """Turn what was written to the live disk in `directory` into the file `layer`, on top of its stack; the disk goes
         on. Everything written before the call is in the layer; it is on stable storage soon, not yet on return."""
