@@ -66,9 +66,11 @@ class OrchestratorSettings:
     """Lifecycle limits. Times in seconds."""
 
     on_timeout: Literal["pause", "kill"] = "pause"
-    """What an omitted `autoPause` means at expiry, where this version can pause."""
+    """What an omitted `autoPause` means at expiry."""
     max_timeout: LongTime = 30 * 24 * 3600
     max_sandboxes: Count = 1000
+    max_fork_count: Count = 16
+    """Children that one fork may make."""
     boot_concurrency: Count = field(default_factory=lambda: max(2, os.cpu_count() or 1))
     """Guests that boot at the same time; further creates wait their turn."""
     boot_deadline: Seconds = 60.0

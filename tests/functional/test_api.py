@@ -3,12 +3,11 @@
 import json
 import subprocess
 import sys
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import api_fakes
 import pytest
-from api_fakes import Api
+from api_fakes import Api, close, failed
 from structlog.testing import capture_logs
 
 from aenv.api import later
@@ -28,23 +27,6 @@ def shared() -> Api:
 def api(shared: Api) -> Api:
     shared.sandboxes.clear()
     return shared
-
-
-def failed(answer: api_fakes.Answer, status: int, part: str = "") -> bool:
-    body = answer.json()
-    assert answer.headers["content-type"] == "application/json"
-    assert (answer.status, body["code"]) == (status, status), body
-    assert part in body["message"]
-    return True
-
-
-def moment(text: str) -> datetime:
-    assert text.endswith("Z")
-    return datetime.fromisoformat(text)
-
-
-def close(text: str, seconds: float) -> bool:
-    return abs(moment(text) - datetime.now(UTC) - timedelta(seconds=seconds)) < timedelta(seconds=5)
 
 
 # The key.
@@ -159,7 +141,8 @@ async def test_idempotency(api):
         (b'{"templateID":"base","envVars":{"A=":"b"}}', 400, "envVars"),
         (b'{"templateID":"nope"}', 404, "template 'nope' not found"),
         (b'{"templateID":""}', 400, "Invalid template reference"),
-        (b'{"templateID":"base","autoPause":true}', 501, "pausing"),
+        (b'{"templateID":"base","autoPauseMemory":false}', 400, "autoPause"),
+        (b'{"templateID":"base","autoPause":"yes"}', 400, "autoPause must be a valid boolean"),
     ],
 )
 async def test_creates_that_fail_make_nothing(api, body, status, part):
@@ -296,7 +279,9 @@ async def test_details(api):
     body = (await api.call("GET", f"/sandboxes/{identifier}")).json()
     assert body["network"] == network
     assert body["allowInternetAccess"] is True
-    assert body["lifecycle"] == {"autoResume": False, "onTimeout": "kill"}
+    assert body["lifecycle"] == {"autoResume": False, "onTimeout": "pause"}
+    assert "pauseMode" not in body
+    assert "parentID" not in body
     assert body["envdAccessToken"] == f"envd-{identifier}"
     plain = (await api.call("GET", f"/sandboxes/{await api.create()}")).json()
     assert plain["allowInternetAccess"] is None
@@ -317,7 +302,7 @@ async def test_delete(api):
 
 
 async def test_timeout_shortens_and_lengthens_and_ends(api):
-    identifier = await api.create(timeout=100)
+    identifier = await api.create(timeout=100, autoPause=False)
     for seconds in (10, 200):
         assert (await api.json("POST", f"/sandboxes/{identifier}/timeout", {"timeout": seconds})).status == 204
         assert close((await api.call("GET", f"/sandboxes/{identifier}")).json()["endAt"], seconds)
@@ -337,25 +322,6 @@ async def test_refreshes_never_shorten(api):
         failed(await api.json("POST", f"/sandboxes/{identifier}/refreshes", {"duration": duration}), 400, "duration")
 
 
-@pytest.mark.parametrize("path", ["/v2/sandboxes/{}/connect", "/sandboxes/{}/connect"])
-async def test_connect_to_a_running_sandbox_never_shortens(api, path):
-    identifier = await api.create(timeout=100)
-    for seconds, expected in ((5, 100), (400, 400)):
-        answer = await api.json("POST", path.format(identifier), {"timeout": seconds, "memory": False})
-        assert answer.status == 200
-        assert answer.json()["envdAccessToken"] == f"envd-{identifier}"
-        assert close((await api.call("GET", f"/sandboxes/{identifier}")).json()["endAt"], expected)
-    failed(await api.json("POST", path.format(identifier), {"timeout": 0}), 400, "Timeout must be greater than 0")
-
-
-async def test_the_body_of_connect_is_optional_in_v2_alone(api):
-    identifier = await api.create(timeout=100)
-    assert (await api.json("POST", f"/v2/sandboxes/{identifier}/connect")).status == 200
-    assert close((await api.call("GET", f"/sandboxes/{identifier}")).json()["endAt"], 300)
-    failed(await api.json("POST", f"/sandboxes/{identifier}/connect"), 400)
-    failed(await api.json("POST", f"/sandboxes/{identifier}/connect", {}), 400, "timeout is required")
-
-
 @pytest.mark.parametrize("identifier", [UNKNOWN, "..", "%2E%2E%2Fetc", "a%00b", "%E2%82%AC", "x" * 5000])
 @pytest.mark.parametrize(
     ("method", "suffix", "body"),
@@ -365,6 +331,12 @@ async def test_the_body_of_connect_is_optional_in_v2_alone(api):
         ("POST", "/timeout", {"timeout": 5}),
         ("POST", "/refreshes", {}),
         ("POST", "/connect", {"timeout": 5}),
+        ("POST", "/resume", None),
+        ("POST", "/pause", None),
+        ("POST", "/pause", {"requireHealthyGuest": True}),
+        ("POST", "/fork", {}),
+        ("POST", "/snapshots", {}),
+        ("POST", "/rollback", {"snapshotID": "x"}),
     ],
 )
 async def test_unknown_sandboxes(api, identifier, method, suffix, body):

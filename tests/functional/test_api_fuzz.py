@@ -42,7 +42,9 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
 }
 # Mostly right, here and there wrong: what gets furthest in.
 CREATES = st.fixed_dictionaries({}, optional={name: good | JSON for name, good in FIELDS.items()})
-SEGMENTS = st.sampled_from(["sandboxes", "v2", "templates", "aliases", "connect", "timeout", "base", "health"])
+SEGMENTS = st.sampled_from(
+    ["sandboxes", "v2", "templates", "aliases", "connect", "timeout", "base", "health", "snapshots", "fork", "pause"]
+)
 TEXT_SEGMENTS = st.text().map(lambda text: quote(text, safe="", errors="surrogatepass"))
 METHODS = st.sampled_from(["GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS", "TRACE", "X"])
 
@@ -80,15 +82,57 @@ async def test_creates(api: Api, body: object, path: str) -> None:
 async def test_bodies_of_any_bytes(api: Api, body: bytes) -> None:
     api.sandboxes.clear()
     identifier = await api.create()
-    for path in ("", f"/{identifier}/timeout", f"/{identifier}/refreshes", f"/{identifier}/connect"):
+    calls = ("connect", "pause", "resume", "fork", "snapshots", "rollback", "refreshes", "timeout")
+    for path in ("", *(f"/{identifier}/{call}" for call in calls)):
         acceptable(await api.call("POST", f"/sandboxes{path}", body))
         acceptable(await api.call("POST", f"/v2/sandboxes{path}", body))
+
+
+STATES: dict[str, dict[str, st.SearchStrategy[Any]]] = {
+    "pause": {"memory": st.booleans(), "requireHealthyGuest": st.booleans()},
+    "resume": {"timeout": st.integers(-1, 10**9), "autoPause": st.booleans(), "memory": st.booleans()},
+    "connect": {"timeout": st.integers(-1, 10**9), "memory": st.booleans()},
+    "fork": {"timeout": st.integers(-1, 10**9), "count": st.integers(-1, 20)},
+    "snapshots": {"name": st.text(max_size=9), "memory": st.booleans()},
+    "rollback": {"snapshotID": st.just("tsnap1:default") | st.text()},
+}
+CALLS = st.sampled_from(sorted(STATES)).flatmap(
+    lambda call: st.tuples(
+        st.just(call),
+        st.fixed_dictionaries({}, optional={name: good | JSON for name, good in STATES[call].items()}),
+    )
+)
+
+
+@settings(deadline=None)
+@given(st.lists(CALLS, max_size=8))
+async def test_calls_in_any_order(api: Api, calls: list[tuple[str, object]]) -> None:
+    api.sandboxes.clear()
+    identifier = await api.create()
+    for call, body in calls:
+        answer = await api.json("POST", f"/sandboxes/{identifier}/{call}", body)
+        acceptable(answer)
+        if call == "fork" and answer.status == 201:
+            assert all(len(result) == 1 for result in answer.json())
+    shown = (await api.call("GET", f"/sandboxes/{identifier}")).json()
+    assert (shown["state"] == "paused") == ("pauseMode" in shown)
+    assert (await api.call("GET", "/snapshots")).status == 200
+
+
+@settings(deadline=None)
+@given(st.text())
+async def test_deleting_any_snapshot(api: Api, name: str) -> None:
+    answer = await api.call("DELETE", f"/templates/{quote(name, safe='', errors='surrogatepass')}")
+    acceptable(answer)
+    assert answer.status in (400, 403, 404)
 
 
 @settings(deadline=None, max_examples=200)
 @given(
     st.dictionaries(
-        st.sampled_from(["metadata", "state", "order", "startedAfter", "template", "nextToken", "limit"]),
+        st.sampled_from(
+            ["metadata", "state", "order", "startedAfter", "template", "nextToken", "limit", "sandboxID", "name"]
+        ),
         st.text() | st.integers().map(str) | st.datetimes().map(str),
     )
 )
@@ -96,7 +140,7 @@ async def test_queries_of_any_text(api: Api, query: dict[str, str]) -> None:
     api.sandboxes.clear()
     await api.create()
     encoded = "&".join(f"{key}={quote(value, errors='surrogatepass')}" for key, value in query.items())
-    for path in ("/v2/sandboxes", "/sandboxes", "/v2/templates", "/templates/base"):
+    for path in ("/v2/sandboxes", "/sandboxes", "/v2/templates", "/templates/base", "/snapshots"):
         acceptable(await api.call("GET", f"{path}?{encoded}"))
 
 

@@ -10,7 +10,9 @@ import api_fakes
 import pytest
 import uvicorn
 from e2b import AsyncSandbox, NotFoundException, SandboxException, SandboxQuery, SandboxState
-from e2b.exceptions import AuthenticationException
+from e2b.exceptions import AuthenticationException, RateLimitException, ServiceBusyException
+
+from aenv.errors import TooManyRequests
 
 
 @pytest.fixture
@@ -106,12 +108,80 @@ async def test_failures_as_the_sdk_sees_them(sdk):
         await AsyncSandbox.create("nope", **sdk)
     with pytest.raises(SandboxException, match="Timeout must be greater than 0"):
         await AsyncSandbox.create("base", timeout=-1, **sdk)
-    with pytest.raises(SandboxException, match="pausing is not available yet"):
-        await AsyncSandbox.create("base", lifecycle={"on_timeout": "pause"}, **sdk)
     sandbox = await AsyncSandbox.create("base", **sdk)
-    for call in (sandbox.pause(), sandbox.create_snapshot(), sandbox.get_metrics()):
-        with pytest.raises(SandboxException, match="501"):
-            await call
+    with pytest.raises(SandboxException, match="501"):
+        await sandbox.get_metrics()
+    with pytest.raises(SandboxException, match="400: count must be 1 to 16"):
+        await sandbox.fork(count=20)
+    with pytest.raises(SandboxException, match="400: 'a b' is no name"):
+        await sandbox.create_snapshot(name="a b")
+    unknown = "i99999999999999999999"
+    for call in (AsyncSandbox.pause, AsyncSandbox.connect, AsyncSandbox.fork, AsyncSandbox.create_snapshot):
+        with pytest.raises(NotFoundException):
+            await call(unknown, **sdk)
+
+
+async def test_a_lifecycle(served, sdk):
+    api, _ = served
+    lifecycle = {"on_timeout": {"action": "pause", "mode": "filesystem"}}
+    sandbox = await AsyncSandbox.create("base", lifecycle=lifecycle, **sdk)
+    assert api.sandboxes.specs[0].keep_memory is False
+    assert (await sandbox.get_info()).lifecycle == {"on_timeout": "pause", "auto_resume": False}
+    waking = await AsyncSandbox.create("base", lifecycle={"on_timeout": "pause", "auto_resume": True}, **sdk)
+    assert (await waking.get_info()).lifecycle == {"on_timeout": "pause", "auto_resume": True}
+    ended = await AsyncSandbox.create("base", lifecycle={"on_timeout": "kill"}, **sdk)
+    assert (await ended.get_info()).lifecycle == {"on_timeout": "kill", "auto_resume": False}
+
+
+async def test_pause_and_connect(served, sdk):
+    api, _ = served
+    sandbox = await AsyncSandbox.create("base", timeout=500, **sdk)
+    assert await sandbox.pause() is True
+    assert await AsyncSandbox.pause(sandbox.sandbox_id, **sdk) is False
+    assert (await sandbox.get_info()).state == SandboxState.PAUSED
+    again = await AsyncSandbox.connect(sandbox.sandbox_id, timeout=50, **sdk)
+    assert again.sandbox_id == sandbox.sandbox_id
+    assert (await again.get_info()).state == SandboxState.RUNNING
+    assert await sandbox.pause(mode="filesystem") is True
+    await sandbox.connect(on_resume="reboot")
+    assert api.sandboxes.resumes == [(50, True), (300, False)]
+    api.sandboxes.address = "127.0.0.3"  # nothing listens there
+    with pytest.raises(ServiceBusyException):
+        await sandbox.pause(strict=True)
+
+
+async def test_fork(served, sdk):
+    api, _ = served
+    sandbox = await AsyncSandbox.create("base", **sdk)
+    api.sandboxes.children_fail = TooManyRequests("this node is full")
+    one, failure, two = await sandbox.fork(count=3, timeout=60)
+    assert isinstance(failure, RateLimitException)
+    assert len({sandbox.sandbox_id, one.sandbox_id, two.sandbox_id}) == 3
+    assert (await two.get_info()).end_at < datetime.now(UTC) + timedelta(seconds=65)
+    [child] = await AsyncSandbox.fork(sandbox.sandbox_id, **sdk)
+    assert await child.kill() is True
+
+
+async def test_snapshots(served, sdk):
+    sandbox = await AsyncSandbox.create("base", **sdk)
+    unnamed = await sandbox.create_snapshot()
+    named = await AsyncSandbox.create_snapshot(sandbox.sandbox_id, name="team/snap:v1", **sdk)
+    assert (named.snapshot_id, named.names) == ("team/snap:v1", ["team/snap:v1"])
+
+    async def listed(**query) -> list[str]:
+        pages, found = AsyncSandbox.list_snapshots(**query, limit=1, **sdk), []
+        while pages.has_next:
+            found += [item.snapshot_id for item in await pages.next_items()]
+        return found
+
+    assert await listed() == [named.snapshot_id, unnamed.snapshot_id]
+    assert await listed(sandbox_id=sandbox.sandbox_id, name="team/snap:v1") == [named.snapshot_id]
+    made = await AsyncSandbox.create(named.snapshot_id, **sdk)
+    assert await made.kill()
+    for snapshot in (named, unnamed):
+        assert await AsyncSandbox.delete_snapshot(snapshot.snapshot_id, **sdk) is True
+        assert await AsyncSandbox.delete_snapshot(snapshot.snapshot_id, **sdk) is False
+    assert await listed() == []
 
 
 async def test_a_10_mb_body_is_answered_and_the_connection_lives_on(served):

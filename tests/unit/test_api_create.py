@@ -16,7 +16,7 @@ def spec(default_timeout=300, model=NewSandboxV2, **fields):
 
 def test_the_smallest_wish():
     wish = spec()
-    assert (wish.template, wish.timeout, wish.auto_pause, wish.secure) == ("base", 300, None, True)
+    assert (wish.template, wish.timeout, wish.secure) == ("base", 300, True)
     assert (wish.metadata, wish.env_vars, wish.network, wish.allow_internet_access) == ({}, {}, None, None)
     assert wish.egress == EgressPolicy()
 
@@ -36,7 +36,7 @@ def test_a_full_wish():
         allow_internet_access=True,
         network=network,
     )
-    assert (wish.timeout, wish.auto_pause, wish.metadata, wish.env_vars) == (60, False, {"a": "b"}, {"C": "d"})
+    assert (wish.timeout, wish.on_timeout, wish.metadata, wish.env_vars) == (60, "kill", {"a": "b"}, {"C": "d"})
     assert wish.network == network
     assert wish.egress == EgressPolicy(allow_out=("1.1.1.1",), deny_out=("0.0.0.0/0",))
 
@@ -65,11 +65,9 @@ def test_too_long_a_life(timeout):
 @pytest.mark.parametrize(
     ("fields", "error", "part"),
     [
-        ({"autoPause": True}, NotYetAvailable, "pausing is not available yet"),
-        ({"autoResume": {"enabled": True}}, NotYetAvailable, "pausing is not available yet"),
         ({"autoPauseMemory": False}, BadRequest, "needs autoPause"),
+        ({"autoPauseMemory": False, "autoPause": False}, BadRequest, "needs autoPause"),
         ({"autoPauseMemory": False, "autoPause": True, "autoResume": {"enabled": True}}, BadRequest, "autoResume"),
-        ({"autoPauseMemory": False, "autoPause": True}, NotYetAvailable, "pausing"),
         ({"iam": {"tokens": {}}}, NotYetAvailable, "iam"),
         ({"volumeMounts": [{"name": "v", "path": "/v"}]}, NotYetAvailable, "volumes"),
         ({"envVars": {"A=B": "c"}}, BadRequest, "'A=B' is not a variable name"),
@@ -88,13 +86,30 @@ def test_refusals(fields, error, part):
     assert part in caught.value.message
 
 
+@pytest.mark.parametrize("default", ["pause", "kill"])
+def test_what_happens_at_the_timeout(default):
+    limits = OrchestratorSettings(on_timeout=default)
+
+    def wish(**fields):
+        made = create.spec(NewSandboxV2(templateID="base", **fields), default_timeout=300, limits=limits)
+        return made.on_timeout, made.keep_memory, made.auto_resume
+
+    assert wish() == (default, True, False)
+    assert wish(autoPause=None, autoPauseMemory=None, autoResume=None) == (default, True, False)
+    assert wish(autoPause=True) == ("pause", True, False)
+    assert wish(autoPause=True, autoPauseMemory=False) == ("pause", False, False)
+    assert wish(autoPause=True, autoResume={"enabled": True}) == ("pause", True, True)
+    assert wish(autoPause=False) == ("kill", True, False)
+    assert wish(autoResume={"enabled": True}) == (default, True, True)  # pauses by hand count too
+
+
 def test_what_asks_for_nothing_is_no_request_for_it():
     spec(mcp={"server": {}}, iam={}, volumeMounts=[], autoResume={"enabled": False}, autoPauseMemory=True, network=None)
 
 
 def test_a_wrong_value_is_told_before_what_is_missing_here():
     with pytest.raises(BadRequest):
-        spec(autoPause=True, timeout=0)
+        spec(iam={"tokens": {}}, timeout=0)
 
 
 def test_private_traffic_needs_a_token_and_so_a_secure_sandbox():

@@ -5,7 +5,7 @@ from importlib.metadata import version
 from fastapi import FastAPI
 from starlette.middleware import Middleware
 
-from aenv.api import errors, health, later, openapi
+from aenv.api import errors, forks, health, later, openapi, pausing, snapshots
 from aenv.api import sandboxes as sandbox_routes
 from aenv.api import templates as template_routes
 from aenv.api.auth import RequireKey
@@ -42,4 +42,6 @@ def create_app(
     # In front of the sandboxes: `/sandboxes/metrics` is not a sandbox of that name.
     app.include_router(later.router())
     app.include_router(sandbox_routes.router(sandboxes, settings))
+    for resource in (pausing, forks, snapshots):
+        app.include_router(resource.router(sandboxes, settings))
     return app

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from typing import Literal
 
 from aenv.api import egress
 from aenv.api.errors import shorten
@@ -12,7 +13,8 @@ from aenv.orchestrator.models import CreateSpec
 
 DEFAULT_TIMEOUT_V1 = 15
 DEFAULT_TIMEOUT_V2 = 300
-"""Seconds; what an omitted `timeout` means is part of the protocol, and SDKs omit it."""
+"""Seconds; what an omitted `timeout` means is part of the protocol, and SDKs omit it. Calls that have no second version
+have the first one's."""
 
 _IDEMPOTENCY_KEY = re.compile(r"[a-z0-9-]{1,255}")
 
@@ -35,7 +37,9 @@ def spec(body: NewSandboxV2, *, default_timeout: int, limits: OrchestratorSettin
     return CreateSpec(
         template=body.templateID,
         timeout=timeout,
-        auto_pause=body.autoPause,
+        on_timeout=_on_timeout(body.autoPause, limits),
+        keep_memory=body.autoPauseMemory is not False,
+        auto_resume=_auto_resume(body),
         secure=secure,
         metadata=metadata,
         env_vars=env_vars,
@@ -83,13 +87,21 @@ def _check_env_vars(values: Mapping[str, str]) -> None:
 
 
 def _check_lifecycle(body: NewSandboxV2) -> None:
+    """Without `autoPause: true` in the request itself the rest is refused whatever this node's default, so that a
+    request means the same on every node. `autoResume` needs none: it is for pauses of every kind."""
     if body.autoPauseMemory is False:
         if not body.autoPause:
-            raise BadRequest("autoPauseMemory: false needs autoPause: true; without it nothing is paused")
+            raise BadRequest("autoPauseMemory: false needs autoPause: true, which is not given")
         if _auto_resume(body):
             raise BadRequest(
                 "autoPauseMemory: false excludes autoResume: a file-system-only pause cannot resume by itself"
             )
+
+
+def _on_timeout(auto_pause: bool | None, limits: OrchestratorSettings) -> Literal["kill", "pause"]:
+    if auto_pause is None:
+        return limits.on_timeout
+    return "pause" if auto_pause else "kill"
 
 
 def _auto_resume(body: NewSandboxV2) -> bool:
@@ -97,10 +109,6 @@ def _auto_resume(body: NewSandboxV2) -> bool:
 
 
 def _check_available(body: NewSandboxV2) -> None:
-    if body.autoPause or _auto_resume(body):
-        raise NotYetAvailable(
-            "pausing is not available yet: create the sandbox without autoPause and autoResume, with a longer timeout"
-        )
     for field, what in (
         ("volumeMounts", "volumes are"),
         ("iam", "identity tokens (iam) are"),

@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from aenv.api.wire import Error
 from aenv.errors import AenvError, BadRequest, NotFound
 
 log = structlog.get_logger(__name__)
@@ -25,7 +26,15 @@ _LONGEST = 1000
 
 def error_response(error: AenvError, headers: dict[str, str] | None = None) -> JSONResponse:
     """`error` as the protocol has it (§2.0): `code` is the HTTP status."""
-    return _json(error.status, error.message, error.error_code, headers)
+    return JSONResponse(error_body(error.status, error.message, error.error_code), error.status, headers)
+
+
+def error_body(status: int, message: str, error_code: str | None = None) -> Error:
+    """The protocol's one error object."""
+    body: Error = {"code": status, "message": shorten(message, _LONGEST)}
+    if error_code is not None:
+        body["error_code"] = error_code
+    return body
 
 
 def not_found(sandbox_id: str) -> NotFound:
@@ -136,10 +145,5 @@ def _methods_of(paths: dict[str, dict[str, Any]], path: str) -> list[str]:
     return sorted({method.upper() for template, methods in paths.items() if matches(template) for method in methods})
 
 
-def _json(
-    status: int, message: str, error_code: str | None = None, headers: dict[str, str] | None = None
-) -> JSONResponse:
-    body: dict[str, object] = {"code": status, "message": shorten(message, _LONGEST)}
-    if error_code is not None:
-        body["error_code"] = error_code
-    return JSONResponse(body, status, headers)
+def _json(status: int, message: str, headers: dict[str, str] | None = None) -> JSONResponse:
+    return JSONResponse(error_body(status, message), status, headers)

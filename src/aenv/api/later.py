@@ -9,16 +9,6 @@ from aenv.api.openapi import errors
 from aenv.errors import NotYetAvailable
 
 LATER: dict[str, tuple[str, ...]] = {
-    "pausing and resuming": (
-        "POST /sandboxes/{sandbox_id}/pause",
-        "POST /sandboxes/{sandbox_id}/resume",
-    ),
-    "forking": ("POST /sandboxes/{sandbox_id}/fork",),
-    "snapshots": (
-        "POST /sandboxes/{sandbox_id}/snapshots",
-        "POST /sandboxes/{sandbox_id}/rollback",
-        "GET /snapshots",
-    ),
     "changing the network of a running sandbox": ("PUT /sandboxes/{sandbox_id}/network",),
     "sandbox metrics": (
         "GET /sandboxes/metrics",
@@ -48,10 +38,9 @@ LATER: dict[str, tuple[str, ...]] = {
         "GET /templates/{template_id}/builds/{build_id}/logs",
         "GET /templates/{template_id}/files/{hash}",
     ),
-    "changing and deleting templates": (
+    "changing templates": (
         "PATCH /templates/{template_id}",
         "PATCH /v2/templates/{template_id}",
-        "DELETE /templates/{template_id}",
     ),
     "volumes": (
         "GET /volumes",

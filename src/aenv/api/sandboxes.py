@@ -1,19 +1,16 @@
-"""Sandboxes: create, list, get, delete, time to live, connect."""
+"""Sandboxes: create, list, get, delete, time to live."""
 
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Header, Query, Response
 
-from aenv.api import create, listing
+from aenv.api import answers, create, listing
 from aenv.api.body import Bodies, documented
 from aenv.api.openapi import errors, headers
 from aenv.api.paths import SandboxId
 from aenv.api.templates import Limit, NextToken
 from aenv.api.wire import (
-    CLIENT_ID,
-    ConnectSandbox,
-    ConnectSandboxV2,
     ListedSandbox,
     NewSandbox,
     NewSandboxV2,
@@ -23,7 +20,7 @@ from aenv.api.wire import (
     SandboxTimeoutRequest,
 )
 from aenv.config import Settings
-from aenv.errors import BadRequest, NotYetAvailable
+from aenv.errors import BadRequest
 from aenv.orchestrator import models
 from aenv.orchestrator.models import ListQuery, State
 from aenv.orchestrator.protocol import Sandboxes
@@ -59,8 +56,8 @@ def router(sandboxes: Sandboxes, settings: Settings) -> APIRouter:
         key = create.checked_idempotency_key(idempotency_key)
         spec = create.spec(body, default_timeout=create.DEFAULT_TIMEOUT_V2, limits=limits)
         sandbox = await sandboxes.create(spec, idempotency_key=key)
-        response.headers["Server-Timing"] = _server_timing(sandbox)
-        return _sandbox(sandbox, domain)
+        response.headers["Server-Timing"] = answers.server_timing(sandbox)
+        return answers.sandbox(sandbox, domain)
 
     @routes.post(
         "/sandboxes",
@@ -74,8 +71,8 @@ def router(sandboxes: Sandboxes, settings: Settings) -> APIRouter:
     ) -> Sandbox:
         spec = create.spec(body, default_timeout=create.DEFAULT_TIMEOUT_V1, limits=limits)
         sandbox = await sandboxes.create(spec)
-        response.headers["Server-Timing"] = _server_timing(sandbox)
-        return _sandbox(sandbox, domain)
+        response.headers["Server-Timing"] = answers.server_timing(sandbox)
+        return answers.sandbox(sandbox, domain)
 
     @routes.get(
         "/v2/sandboxes",
@@ -107,15 +104,15 @@ def router(sandboxes: Sandboxes, settings: Settings) -> APIRouter:
         response.headers["X-Total-Running"] = str(page.total_running)
         if page.next_token is not None:
             response.headers["X-Next-Token"] = page.next_token
-        return [_listed(sandbox) for sandbox in page.items]
+        return [answers.listed(sandbox) for sandbox in page.items]
 
     @routes.get("/sandboxes", summary="All running sandboxes (legacy)", responses=errors(400))
     async def list_v1(metadata: Metadata = None) -> list[ListedSandbox]:
-        return [_listed(sandbox) for sandbox in _all_running(sandboxes, listing.metadata(metadata))]
+        return [answers.listed(sandbox) for sandbox in _all_running(sandboxes, listing.metadata(metadata))]
 
     @routes.get("/sandboxes/{sandbox_id}", summary="One sandbox", responses=errors(404))
     async def details(sandbox_id: SandboxId) -> SandboxDetail:
-        return _detail(sandboxes.get(sandbox_id), domain)
+        return answers.detail(sandboxes.get(sandbox_id), domain)
 
     @routes.delete("/sandboxes/{sandbox_id}", status_code=204, summary="End a sandbox", responses=errors(404))
     async def delete(sandbox_id: SandboxId) -> None:
@@ -148,35 +145,6 @@ def router(sandboxes: Sandboxes, settings: Settings) -> APIRouter:
             raise BadRequest(f"duration must be 0 to {MAX_REFRESH} seconds, not {duration}")
         await sandboxes.extend(sandbox_id, min(duration, limits.max_timeout))
 
-    async def connect(sandbox_id: str, ttl: int) -> Sandbox:
-        seconds = create.checked_timeout(ttl, limits.max_timeout)
-        if sandboxes.get(sandbox_id).state is not State.RUNNING:
-            raise NotYetAvailable("resuming a paused sandbox is not available yet")
-        return _sandbox(await sandboxes.extend(sandbox_id, seconds), domain)
-
-    # `memory: false` asks to ignore saved memory on a resume; a running sandbox has nothing to resume.
-    @routes.post(
-        "/v2/sandboxes/{sandbox_id}/connect",
-        summary="Connect, with at least this time to live",
-        openapi_extra=documented(ConnectSandboxV2, required=False),
-        responses=errors(400, 404, 409, 413, 501),
-    )
-    async def connect_v2(
-        sandbox_id: SandboxId, body: Annotated[ConnectSandboxV2, Depends(bodies.optional(ConnectSandboxV2))]
-    ) -> Sandbox:
-        return await connect(sandbox_id, create.DEFAULT_TIMEOUT_V2 if body.timeout is None else body.timeout)
-
-    @routes.post(
-        "/sandboxes/{sandbox_id}/connect",
-        summary="Connect, with at least this time to live (version 1)",
-        openapi_extra=documented(ConnectSandbox),
-        responses=errors(400, 404, 409, 413, 501),
-    )
-    async def connect_v1(
-        sandbox_id: SandboxId, body: Annotated[ConnectSandbox, Depends(bodies.required(ConnectSandbox))]
-    ) -> Sandbox:
-        return await connect(sandbox_id, body.timeout)
-
     return routes
 
 
@@ -187,69 +155,3 @@ def _all_running(sandboxes: Sandboxes, metadata: dict[str, str]) -> Iterator[mod
         yield from page.items
         if (token := page.next_token) is None:
             return
-
-
-def _server_timing(sandbox: models.Sandbox) -> str:
-    """Where the time of a launch went, as the W3C's Server-Timing header has it (milliseconds)."""
-    return ", ".join(f"{step};dur={milliseconds:g}" for step, milliseconds in sandbox.timings.items())
-
-
-def _sandbox(sandbox: models.Sandbox, domain: str | None) -> Sandbox:
-    answer: Sandbox = {
-        "templateID": sandbox.template_id,
-        "sandboxID": sandbox.id,
-        "clientID": CLIENT_ID,
-        "envdVersion": sandbox.envd_version,
-        "trafficAccessToken": sandbox.traffic_token,
-        "domain": domain,
-    }
-    if sandbox.alias is not None:
-        answer["alias"] = sandbox.alias
-    if sandbox.envd_token is not None:
-        answer["envdAccessToken"] = sandbox.envd_token
-    return answer
-
-
-def _listed(sandbox: models.Sandbox) -> ListedSandbox:
-    answer: ListedSandbox = {
-        "templateID": sandbox.template_id,
-        "sandboxID": sandbox.id,
-        "clientID": CLIENT_ID,
-        "startedAt": sandbox.started_at,
-        "endAt": sandbox.end_at,
-        "cpuCount": sandbox.cpu_count,
-        "memoryMB": sandbox.memory_mb,
-        "diskSizeMB": sandbox.disk_mb,
-        "state": sandbox.state.value,
-        "envdVersion": sandbox.envd_version,
-        "metadata": dict(sandbox.metadata),
-    }
-    if sandbox.alias is not None:
-        answer["alias"] = sandbox.alias
-    return answer
-
-
-def _detail(sandbox: models.Sandbox, domain: str | None) -> SandboxDetail:
-    answer: SandboxDetail = {
-        "templateID": sandbox.template_id,
-        "sandboxID": sandbox.id,
-        "clientID": CLIENT_ID,
-        "startedAt": sandbox.started_at,
-        "endAt": sandbox.end_at,
-        "cpuCount": sandbox.cpu_count,
-        "memoryMB": sandbox.memory_mb,
-        "diskSizeMB": sandbox.disk_mb,
-        "state": sandbox.state.value,
-        "envdVersion": sandbox.envd_version,
-        "metadata": dict(sandbox.metadata),
-        "allowInternetAccess": sandbox.allow_internet_access,
-        "domain": domain,
-        "lifecycle": {"autoResume": False, "onTimeout": sandbox.on_timeout},
-    }
-    if sandbox.alias is not None:
-        answer["alias"] = sandbox.alias
-    if sandbox.envd_token is not None:
-        answer["envdAccessToken"] = sandbox.envd_token
-    if sandbox.network is not None:
-        answer["network"] = dict(sandbox.network)
-    return answer

@@ -86,6 +86,34 @@ class ConnectSandboxV2(_Request):
     memory: bool | None = None
 
 
+class ResumedSandbox(_Request):
+    timeout: int | None = None
+    autoPause: bool | None = None
+    """Without effect: what happens at the timeout is decided at creation, and a resume must not lose it."""
+    memory: bool | None = None
+
+
+class SandboxPauseRequest(_Request):
+    memory: bool | None = None
+    requireHealthyGuest: bool | None = None
+
+
+class SandboxSnapshotRequest(_Request):
+    name: str | None = None
+    memory: bool | None = None
+
+
+class SandboxForkRequest(_Request):
+    timeout: int | None = None
+    count: int | None = None
+
+
+class SandboxRollbackRequest(_Request):
+    """Not of E2B."""
+
+    snapshotID: str
+
+
 class SandboxTimeoutRequest(_Request):
     timeout: int
 
@@ -99,6 +127,11 @@ REQUESTS: tuple[type[BaseModel], ...] = (
     NewSandbox,
     ConnectSandbox,
     ConnectSandboxV2,
+    ResumedSandbox,
+    SandboxPauseRequest,
+    SandboxSnapshotRequest,
+    SandboxForkRequest,
+    SandboxRollbackRequest,
     SandboxTimeoutRequest,
     SandboxRefreshRequest,
 )
@@ -121,6 +154,25 @@ class Sandbox(TypedDict):
     domain: str | None
 
 
+class SandboxForkResult(TypedDict):
+    """One of the two."""
+
+    sandbox: NotRequired[Sandbox]
+    error: NotRequired[Error]
+
+
+class SnapshotInfo(TypedDict):
+    """`snapshotID` and `names` are E2B's; the rest is ours, which its clients ignore."""
+
+    snapshotID: str
+    names: list[str]
+    sandboxID: str
+    createdAt: datetime
+    cpuCount: int
+    memoryMB: int
+    diskSizeMB: int
+
+
 class ListedSandbox(TypedDict):
     templateID: str
     sandboxID: str
@@ -134,6 +186,8 @@ class ListedSandbox(TypedDict):
     envdVersion: str
     alias: NotRequired[str]
     metadata: dict[str, str]
+    parentID: NotRequired[str]
+    """Ours: the sandbox it was forked from, or whose snapshot it was made of."""
 
 
 class SandboxLifecycle(TypedDict):
@@ -147,6 +201,7 @@ class SandboxDetail(ListedSandbox):
     domain: str | None
     network: NotRequired[dict[str, object]]
     lifecycle: SandboxLifecycle
+    pauseMode: NotRequired[Literal["full", "filesystem"]]
 
 
 class Template(TypedDict):
