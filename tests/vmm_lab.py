@@ -87,7 +87,7 @@ class Lab:
             kernel=tiny_kernel(self.root / f"kernel-{sandbox_id}", action, text),
             initramfs=initramfs,
             hostname=sandbox_id,
-            disk=Disk(path=disk, format="raw", size=1 << 20),
+            disk=Disk(path=disk, size=1 << 20),
             netns=Path("/run/netns") / self.netns,
             tap=tap,
             mac="02:ae:00:00:00:15",

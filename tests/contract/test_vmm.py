@@ -71,7 +71,7 @@ class FakeRig:
             kernel=none,
             initramfs=none,
             hostname=sandbox_id,
-            disk=Disk(path=none, format="raw", size=1),
+            disk=Disk(path=none, size=1),
             netns=none,
             tap="tap0",
             mac="",

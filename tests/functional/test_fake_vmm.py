@@ -25,7 +25,7 @@ SPEC = VmSpec(
     kernel=NONE,
     initramfs=NONE,
     hostname="sb",
-    disk=Disk(path=NONE, format="raw", size=1),
+    disk=Disk(path=NONE, size=1),
     netns=NONE,
     tap="",
     mac="",

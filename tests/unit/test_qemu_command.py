@@ -6,17 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from aenv.errors import VmmError
 from aenv.images.protocol import Disk
 from aenv.vmm.protocol import VmSpec
 from aenv.vmm.qemu_command import CONSOLE_BYTES, JailPath, Machine, command, probe_command
 
 X86_TCG = Machine(arch="x86_64", accel="tcg", binary="/usr/bin/q", data_dirs=("/usr/share/q",))
-RAW = Disk(path=Path("/h/d"), format="raw", size=1 << 30)
-OVERLAY = Disk(path=Path("/h/d"), format="qcow2", size=1 << 30, backing=Path("/h/base"))
+FILE = Disk(path=Path("/h/d"), size=1 << 30)
 
 
-def spec(disk: Disk = RAW, *, vcpus: int = 2) -> VmSpec:
+def spec(disk: Disk = FILE, *, vcpus: int = 2, memory: Path | None = None) -> VmSpec:
     return VmSpec(
         sandbox_id="sb",
         directory=Path("/h"),
@@ -31,20 +29,41 @@ def spec(disk: Disk = RAW, *, vcpus: int = 2) -> VmSpec:
         tap="tap0",
         mac="02:00:00:00:00:01",
         address="10.0.0.1",
+        memory=memory,
     )
 
 
-def line(machine: Machine = X86_TCG, disk: Disk = RAW, name: str = "sb /home") -> list[str]:
-    return command(machine, spec(disk), cmdline="console=ttyS0 a=b", name=name, listen_fd=3, tap_fd=4)
+def line(
+    machine: Machine = X86_TCG, disk: Disk = FILE, name: str = "sb /home", memory: Path | None = None
+) -> list[str]:
+    return command(machine, spec(disk, memory=memory), cmdline="console=ttyS0 a=b", name=name, listen_fd=3, tap_fd=4)
 
 
 def values(argv: list[str], option: str) -> list[str]:
     return [value for key, value in itertools.pairwise(argv) if key == option]
 
 
-def test_no_path_of_the_host_is_named() -> None:
-    assert not [word for word in line(disk=OVERLAY) if "/host/" in word or "/h/" in word]
-    assert values(line(), "-kernel") == [JailPath.KERNEL]
+@pytest.mark.parametrize("memory", [None, Path("/h/memory")])
+def test_no_path_of_the_host_is_named(memory: Path | None) -> None:
+    assert not [word for word in line(memory=memory) if "/host/" in word or "/h/" in word]
+
+
+def test_a_booted_guest_has_a_kernel_and_memory_of_its_own() -> None:
+    argv = line()
+    assert values(argv, "-kernel") == [JailPath.KERNEL]
+    assert values(argv, "-append") == ["console=ttyS0 a=b"]
+    assert "memory-backend-ram,id=ram,size=512M" in values(argv, "-object")
+    assert "-incoming" not in argv
+
+
+def test_a_restored_guest_maps_its_memory_privately_and_waits() -> None:
+    argv = line(memory=Path("/h/memory"))
+    (backend,) = [value for value in values(argv, "-object") if value.startswith("memory-backend")]
+    assert backend.startswith("memory-backend-file,id=ram,size=512M,mem-path=/memory,")
+    assert {"share=off", "readonly=on", "rom=off"} <= set(backend.split(","))
+    assert values(argv, "-incoming") == ["defer"]
+    assert "-S" in argv
+    assert not {"-kernel", "-initrd", "-append"} & set(argv)
 
 
 def test_nothing_but_what_is_asked_for() -> None:
@@ -79,36 +98,19 @@ def test_machines(machine: Machine, board: str, accel: str, cpu: str) -> None:
         assert values(argv, "-cpu") == [cpu]
 
 
-def test_a_raw_disk() -> None:
-    nodes = [json.loads(value) for value in values(line(disk=RAW), "-blockdev")]
+def test_a_file_is_a_raw_disk_whatever_it_holds() -> None:
+    nodes = [json.loads(value) for value in values(line(), "-blockdev")]
     assert [(node["driver"], node["node-name"]) for node in nodes] == [("file", "disk-file"), ("raw", "disk")]
     assert nodes[0]["filename"] == JailPath.DISK
-
-
-def test_an_overlay_names_its_backing_file_whatever_its_header_says() -> None:
-    nodes = {node["node-name"]: node for node in map(json.loads, values(line(disk=OVERLAY), "-blockdev"))}
-    assert nodes["disk"]["backing"] == "backing"
-    assert nodes["backing-file"]["filename"] == JailPath.BACKING
-    assert nodes["backing"]["read-only"] is nodes["backing-file"]["read-only"] is True
-
-
-def test_a_qcow2_without_backing_gets_none() -> None:
-    disk = Disk(path=Path("/h/d"), format="qcow2", size=1)
-    nodes = [json.loads(value) for value in values(line(disk=disk), "-blockdev")]
-    assert nodes[-1]["backing"] is None
+    assert not nodes[0]["cache"]["direct"]
 
 
 def test_a_block_device_is_opened_as_one() -> None:
-    disk = Disk(path=Path("/dev/ublkb0"), format="raw", size=1 << 30)
+    disk = Disk(path=Path("/dev/ublkb0"), size=1 << 30)
     nodes = [json.loads(value) for value in values(line(disk=disk), "-blockdev")]
     assert [(node["driver"], node["node-name"]) for node in nodes] == [("host_device", "disk-file"), ("raw", "disk")]
     assert nodes[0]["cache"]["direct"]
-    assert not Disk(path=Path("/dev/shm/file"), format="raw", size=1).is_device
-
-
-def test_a_raw_disk_cannot_have_a_backing_file() -> None:
-    with pytest.raises(VmmError, match="only qcow2"):
-        line(disk=Disk(path=Path("/h/d"), format="raw", size=1, backing=Path("/b")))
+    assert not Disk(path=Path("/dev/shm/file"), size=1).is_device
 
 
 def test_a_comma_in_the_name_stays_in_the_name() -> None:

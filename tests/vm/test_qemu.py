@@ -17,12 +17,13 @@ from aenv.errors import VmmError
 from aenv.guest.provision import GuestBundle
 from aenv.vmm import cgroup, jail
 from aenv.vmm.accel import PROBE_DEADLINE, AccelProver, try_kvm
-from aenv.vmm.launch import find_program
+from aenv.vmm.launch import QMP_SOCKET, find_program
 from aenv.vmm.process import mark, read_mark, read_start_time
 from aenv.vmm.protocol import VmHandle
 from aenv.vmm.qemu import QemuVmm
 from aenv.vmm.qemu_command import CONSOLE_BYTES
 from aenv.vmm.qemu_vm import QemuVm
+from aenv.vmm.qmp import QmpClient
 from vmm_lab import FLOOD, HALT, RESET, Lab, lab, needs_qemu, real_bundle
 
 pytestmark = [pytest.mark.vm, needs_qemu]
@@ -85,7 +86,7 @@ class TestJail:
             for line in proc(vm, "mountinfo").read_text().splitlines()
             if "rw" in line.split()[5].split(",")
         ]
-        assert writable == ["/disk"]
+        assert sorted(writable) == ["/disk", "/state"]
         namespaces = ("mnt", "net", "ipc", "uts", "cgroup")
         for name in namespaces:
             assert len({proc(vm, f"ns/{name}").readlink(), proc(other, f"ns/{name}").readlink()}) == 2
@@ -187,11 +188,14 @@ class TestEnd:
     async def test_a_guest_that_ended_while_no_server_ran_is_not_adopted(self, place: Lab, vmm: QemuVmm) -> None:
         spec = place.spec("sb")
         vm = await vmm.boot(spec)
-        qmp = vm._qmp
-        assert qmp is not None
-        await qmp.execute("stop")
         await vm.detach()
-        with pytest.raises(VmmError, match="state 'paused'"):
+        ended = asyncio.Event()
+        qmp = await QmpClient.connect(spec.directory / QMP_SOCKET, on_event=lambda event, _: ended.set())
+        await qmp.execute("system_reset")
+        async with asyncio.timeout(10):
+            await ended.wait()
+        await qmp.aclose()
+        with pytest.raises(VmmError, match="the guest shut down"):
             await vmm.adopt(spec, vm.handle)
         assert read_start_time(vm.handle.pid) is None
 
@@ -235,7 +239,7 @@ class TestBadInput:
         [
             (lambda spec: {"tap": "absent0"}, "opening the tap absent0"),
             (lambda spec: {"netns": Path("/run/netns/aenv-test-none")}, "aenv-test-none"),
-            (lambda spec: {"kernel": Path("/nonexistent")}, "/nonexistent, which the guest boots from"),
+            (lambda spec: {"kernel": Path("/nonexistent")}, "/nonexistent, which the guest starts from"),
             (lambda spec: {"kernel": spec.initramfs}, "kernel"),
             (lambda spec: {"mac": "no mac"}, "mac"),
             (lambda spec: {"vcpus": 0}, "CPU"),

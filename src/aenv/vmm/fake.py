@@ -5,60 +5,60 @@
 """
 
 import asyncio
-import itertools
 from collections import deque
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import replace
+from typing import Literal, get_args
 
 from aenv.errors import VmmError
-from aenv.vmm.fake_guest import FakeGuest
+from aenv.images.protocol import GuestMemory
+from aenv.vmm.fake_machine import FakeMachine
 from aenv.vmm.protocol import VmExit, VmHandle, VmmInfo, VmSpec
 
-_PIDS = itertools.count(10_000_000)
-"""Above any real pid (at most 4 Mi)."""
-
-Fault = Literal["boot_fails", "boot_hangs", "never_ready", "dies_at_boot"]
-
-
-@dataclass(slots=True, eq=False)
-class FakeMachine:
-    """One running fake VMM."""
-
-    spec: VmSpec
-    handle: VmHandle
-    guest: FakeGuest
-    exit: asyncio.Future[VmExit]
-    console: list[bytes] = field(default_factory=list)
+_StartFault = Literal["boot_fails", "boot_hangs", "never_ready", "dies_at_boot"]
+_LoadFault = Literal["load_fails", "dies_at_load"]
+_FreezeFault = Literal["freeze_hangs"]
+_SaveFault = Literal["save_fails"]
+_ThawFault = Literal["thaw_fails"]
+Fault = _StartFault | _LoadFault | _FreezeFault | _SaveFault | _ThawFault
 
 
 class FakeHost:
-    """Where fake VMMs run. `faults` are taken by the next boots, one each."""
+    """Where fake VMMs run. Each of `faults` is taken by the next call that it fits; `cpu` is what guests see."""
 
     def __init__(self) -> None:
         self.faults: deque[Fault] = deque()
+        self.cpu = "fake"
         self.machines: dict[VmHandle, FakeMachine] = {}
         self.booting = asyncio.Event()
         """Set whenever a boot hangs."""
-        self._endings: set[asyncio.Task[None]] = set()
+        self.freezing = asyncio.Event()
+        """Set whenever a freeze hangs."""
+
+    def take(self, kinds: object) -> Fault | None:
+        """The first fault of one of these kinds."""
+        for fault in self.faults:
+            if fault in get_args(kinds):
+                self.faults.remove(fault)
+                return fault
+        return None
 
     async def run(self, spec: VmSpec, fault: Fault | None) -> FakeMachine:
-        """Start a VMM and its guest."""
-        handle = VmHandle(pid=next(_PIDS), start_time=1)
-        guest = FakeGuest(spec.address)
-        machine = FakeMachine(spec, handle, guest, asyncio.get_running_loop().create_future(), [b"fake guest\n"])
-        if fault != "never_ready":
-            try:
-                await guest.start()
-            except OSError as error:
-                raise VmmError(f"the fake guest cannot listen at {spec.address}: {error}") from error
-        self.machines[handle] = machine
+        """Start a VMM: its guest too, unless it is to wait for a state."""
+        machine = FakeMachine(spec, silent=fault == "never_ready")
+        try:
+            if spec.memory is None:
+                await machine.start_guest()
+                machine.thaw()
+        except BaseException:
+            await machine.end(VmExit(-9, "killed"))
+            raise
+        self.machines[machine.handle] = machine
         return machine
 
     async def end(self, machine: FakeMachine, result: VmExit) -> None:
         """The VMM ends, as by `kill -9`."""
-        if self.machines.pop(machine.handle, None) is not None:
-            machine.exit.set_result(result)
-        await machine.guest.stop()
+        self.machines.pop(machine.handle, None)
+        await machine.end(result)
 
     def of(self, sandbox_id: str) -> FakeMachine:
         """The running machine of a sandbox. Raises KeyError."""
@@ -75,12 +75,6 @@ class FakeHost:
         """End everything, at the end of a test."""
         for machine in list(self.machines.values()):
             await self.end(machine, VmExit(None, "the host went down"))
-        await asyncio.gather(*self._endings)
-
-    def _end_soon(self, machine: FakeMachine, result: VmExit) -> None:
-        task = asyncio.create_task(self.end(machine, result))
-        self._endings.add(task)
-        task.add_done_callback(self._endings.discard)
 
 
 class FakeVm:
@@ -93,6 +87,34 @@ class FakeVm:
     @property
     def handle(self) -> VmHandle:
         return self._machine.handle
+
+    async def load(self, state: bytes) -> None:
+        fault = self._host.take(_LoadFault)
+        if fault == "dies_at_load":
+            await self._host.end(self._machine, VmExit(1, "the VMM exited with status 1"))
+            raise VmmError("the VMM did not load the state: it ended")
+        if fault == "load_fails":
+            raise VmmError("the VMM did not load the state: told to fail")
+        await self._machine.load(state)
+
+    async def freeze(self) -> None:
+        if self._host.take(_FreezeFault):
+            self._host.freezing.set()
+            await asyncio.Event().wait()
+        self._machine.freeze()
+
+    async def thaw(self) -> None:
+        if self._host.take(_ThawFault):
+            raise VmmError(f"the VMM of {self._machine.spec.sandbox_id} cannot thaw: told to fail")
+        self._machine.thaw()
+
+    async def save(self) -> bytes:
+        if self._host.take(_SaveFault):
+            raise VmmError(f"the VMM of {self._machine.spec.sandbox_id} cannot save: told to fail")
+        return self._machine.save()
+
+    async def memory(self) -> GuestMemory:
+        return self._machine.memory()
 
     async def wait(self) -> VmExit:
         return await asyncio.shield(self._machine.exit)
@@ -116,10 +138,18 @@ class FakeVmm:
         self.host = host or FakeHost()
 
     async def info(self) -> VmmInfo:
-        return VmmInfo("fake", "1", "none")
+        return VmmInfo("fake", "1", "none", self.host.cpu)
 
     async def boot(self, spec: VmSpec) -> FakeVm:
-        fault = self.host.faults.popleft() if self.host.faults else None
+        return await self._start(replace(spec, memory=None))
+
+    async def prepare(self, spec: VmSpec) -> FakeVm:
+        if spec.memory is None:
+            raise VmmError(f"the VMM of {spec.sandbox_id} did not start: there is no memory to go on from")
+        return await self._start(spec)
+
+    async def _start(self, spec: VmSpec) -> FakeVm:
+        fault = self.host.take(_StartFault)
         if fault == "boot_fails":
             raise VmmError(f"the VMM of {spec.sandbox_id} did not start: told to fail")
         if fault == "boot_hangs":
@@ -136,6 +166,10 @@ class FakeVmm:
             raise VmmError(f"the VMM process {handle.pid} is gone")
         if machine.spec.sandbox_id != spec.sandbox_id:
             raise VmmError(f"the process {handle.pid} is not the VMM of {spec.sandbox_id}")
+        if machine.phase == "waiting":
+            await self.host.end(machine, VmExit(-9, "killed"))
+            raise VmmError(f"the VMM process {handle.pid} never got a state to go on from")
+        machine.thaw()
         return FakeVm(self.host, machine)
 
     async def sweep(self, keep: frozenset[VmHandle]) -> list[str]:

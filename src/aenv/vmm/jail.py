@@ -2,8 +2,9 @@
 
 When the VMM's first instruction runs it is already an unprivileged user without capabilities, in an empty network
 namespace, and its root holds nothing but what the VMM is made of and the sandbox's own files; all of it read-only
-except the disk. So no file, however its content was twisted by a VMM that was broken into, is ever opened by
-privileged QEMU code, and QEMU's own ways of dropping privileges (which differ between its versions) are not needed.
+except the disk and the scratch file. So no file, however its content was twisted by a VMM that was broken into, is ever
+opened by privileged QEMU code, and QEMU's own ways of dropping privileges (which differ between its versions) are not
+needed.
 
 A process of its own instead of a function run after fork, because the server has threads. It imports little: starting
 is most of its cost (about 15 ms; json alone would add 10). The descriptors 0 to `LISTEN_FD` are given by the parent; on
@@ -42,6 +43,7 @@ _PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 24, 38
 _TUNSETIFF = 0x400454CA
 _IFF_TAP, _IFF_NO_PI, _IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
 _SIGKILL = 9
+_ROOT_BYTES = 64 << 10
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -60,6 +62,11 @@ def _mount(source: str, target: str, fstype: str | None, flags: int, data: str |
         raise OSError(error.errno, f"mounting {source} at {target}: {error.strerror}") from None
 
 
+def _bind(source: str, place: str, flags: int) -> None:
+    _mount(source, place, None, _MS_BIND)
+    _mount("none", place, None, _MS_REMOUNT | _MS_BIND | flags)
+
+
 def parameters(
     *,
     argv: list[str],
@@ -67,6 +74,7 @@ def parameters(
     binds: list[tuple[str, str, bool]],
     links: list[tuple[str, str]],
     devices: list[tuple[str, str]],
+    scratch: tuple[str, int] | None,
     uid: int,
     tap: tuple[str, str] | None,
     cgroup: str | None,
@@ -102,15 +110,18 @@ def build_root(
     binds: list[tuple[str, str, bool]],
     links: list[tuple[str, str]],
     devices: list[tuple[str, str]],
+    scratch: tuple[str, int] | None,
     uid: int,
 ) -> None:
     """Make the root: a small read-only tmpfs, with `root_source` for a source by which to find this process again,
-    `binds` (source, target, writable), symlinks (name, target) and device nodes (source, name) for `uid` alone."""
+    `binds` (source, target, writable), symlinks (name, target), device nodes (source, name) for `uid` alone, and the
+    `scratch` file (name, bytes it can hold), in memory, writable."""
     new_root = "/tmp"  # any directory there is: in our own mount namespace the others do not see it covered
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
     # Sources are opened first: what is below the new root's mount point could not be reached by name afterwards.
     sources = [os.open(source, os.O_PATH | os.O_CLOEXEC) for source, _, _ in binds]
-    _mount(root_source, new_root, "tmpfs", _MS_NOSUID, "size=64k,nr_inodes=128,mode=755")
+    size = _ROOT_BYTES + (0 if scratch is None else scratch[1])
+    _mount(root_source, new_root, "tmpfs", _MS_NOSUID, f"size={size},nr_inodes=128,mode=755")
     for descriptor, (_, target, writable) in zip(sources, binds, strict=True):
         place = new_root + target
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
@@ -118,9 +129,7 @@ def build_root(
         else:
             os.makedirs(os.path.dirname(place), exist_ok=True)
             os.close(os.open(place, os.O_CREAT | os.O_WRONLY, 0o444))
-        _mount(f"/proc/self/fd/{descriptor}", place, None, _MS_BIND)
-        flags = _MS_NOSUID | _MS_NODEV | (0 if writable else _MS_RDONLY)
-        _mount("none", place, None, _MS_REMOUNT | _MS_BIND | flags)
+        _bind(f"/proc/self/fd/{descriptor}", place, _MS_NOSUID | _MS_NODEV | (0 if writable else _MS_RDONLY))
         os.close(descriptor)
     for target, points_to in links:
         os.symlink(points_to, new_root + target)
@@ -130,12 +139,18 @@ def build_root(
         os.mknod(new_root + name, found.st_mode, found.st_rdev)
         os.chown(new_root + name, uid, uid)
         os.chmod(new_root + name, 0o600)
+    if scratch is not None:
+        place = new_root + scratch[0]
+        os.close(os.open(place, os.O_CREAT | os.O_WRONLY, 0o600))
+        os.chown(place, uid, uid)
+        # A mount of its own, which stays writable when the root becomes read-only.
+        _bind(place, place, _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
     os.chdir(new_root)
     # With both arguments the same the old root is stacked over the new one, and unmounting reveals it (pivot_root(2)).
     _call("pivot_root", b".", b".")
     _call("umount2", b".", _MNT_DETACH)
     os.chdir("/")
-    _mount("none", "/", None, _MS_REMOUNT | _MS_RDONLY | _MS_NOSUID | _MS_NOEXEC)
+    _mount("none", "/", None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | _MS_NOEXEC)
 
 
 def drop_privileges(uid: int) -> None:
@@ -173,7 +188,7 @@ def main() -> None:
     if jail["tap"] is not None:
         open_tap(*jail["tap"])
     _call("unshare", _CLONE_NEWNS | _CLONE_NEWNET | _CLONE_NEWIPC | _CLONE_NEWUTS | _CLONE_NEWCGROUP)
-    build_root(jail["root_source"], jail["binds"], jail["links"], jail["devices"], jail["uid"])
+    build_root(jail["root_source"], jail["binds"], jail["links"], jail["devices"], jail["scratch"], jail["uid"])
     drop_privileges(jail["uid"])
     os.umask(0o077)
     os.execve(jail["argv"][0], jail["argv"], {"LC_ALL": "C", "PATH": "/nonexistent"})

@@ -21,8 +21,8 @@ from aenv.vmm.qemu_command import JailPath, Machine, command, probe_command
 QMP_SOCKET = "qmp.sock"
 OUTPUT_BYTES = 64 * 1024
 """Kept of what the VMM itself prints, the oldest."""
-_FILE_SLACK = 64 << 20
-"""Bytes a qcow2 file may have beyond its guest's size, with 1/1024 of it: tables and their journal."""
+STATE_BYTES = 64 << 20
+"""Room for a guest's device state; under 1 MiB in practice."""
 
 
 class Output:
@@ -103,7 +103,13 @@ def spawn(program: Program, spec: VmSpec, *, home: Path, cmdline: str, cgroup: P
 
     A few milliseconds of system calls: call it off the event loop. Raises VmmError, InsufficientStorage, OSError.
     """
-    _check_readable(spec.kernel, spec.initramfs, spec.disk.backing)
+    if spec.memory is None:
+        files = [(spec.kernel, JailPath.KERNEL, False), (spec.initramfs, JailPath.INITRAMFS, False)]
+    else:
+        files = [(spec.memory, JailPath.MEMORY, False)]
+    _check_readable(*(path for path, _, _ in files))
+    if not spec.disk.is_device:
+        files.append((spec.disk.path, JailPath.DISK, True))
     listener = _listen(spec.directory)
     try:
         argv = command(
@@ -114,11 +120,6 @@ def spawn(program: Program, spec: VmSpec, *, home: Path, cmdline: str, cgroup: P
             listen_fd=jail.LISTEN_FD,
             tap_fd=jail.TAP_FD,
         )
-        files = [(spec.kernel, JailPath.KERNEL, False), (spec.initramfs, JailPath.INITRAMFS, False)]
-        if not spec.disk.is_device:
-            files.append((spec.disk.path, JailPath.DISK, True))
-        if spec.disk.backing is not None:
-            files.append((spec.disk.backing, JailPath.BACKING, False))
         return _start(
             program,
             argv,
@@ -130,7 +131,8 @@ def spawn(program: Program, spec: VmSpec, *, home: Path, cmdline: str, cgroup: P
             tap=(str(spec.netns), spec.tap),
             cgroup=cgroup,
             devices=[(str(spec.disk.path), JailPath.DISK)] if spec.disk.is_device else [],
-            max_file_size=spec.disk.size + spec.disk.size // 1024 + _FILE_SLACK,
+            scratch=(JailPath.STATE, STATE_BYTES),
+            max_file_size=max(spec.disk.size, STATE_BYTES),
         )
     finally:
         # The VMM has its own copy. With ours closed, its end is the end of the connection.
@@ -156,6 +158,7 @@ def _start(
     tap: tuple[str, str] | None = None,
     cgroup: Path | None = None,
     devices: Sequence[tuple[str, str]] = (),
+    scratch: tuple[str, int] | None = None,
     max_file_size: int = OUTPUT_BYTES,
 ) -> int:
     """Spawn the jail that becomes `argv`."""
@@ -166,6 +169,7 @@ def _start(
         binds=[*((path, path, False) for path in program.binds), *((str(a), b, w) for a, b, w in files)],
         links=list(program.links),
         devices=[(name, name) for name in ("/dev/null", *kvm)] + list(devices),
+        scratch=scratch,
         uid=uid,
         tap=tap,
         cgroup=None if cgroup is None else str(cgroup),
@@ -192,15 +196,13 @@ def _start(
         raise VmmError(f"the VMM could not be started: {error}") from error
 
 
-def _check_readable(*paths: Path | None) -> None:
+def _check_readable(*paths: Path) -> None:
     """The VMM's user reads these by their mode alone; a plain message instead of QEMU's."""
     for path in paths:
-        if path is None:
-            continue
         try:
             mode = path.stat().st_mode
         except OSError as error:
-            raise VmmError(f"{path}, which the guest boots from, cannot be read: {error.strerror}") from error
+            raise VmmError(f"{path}, which the guest starts from, cannot be read: {error.strerror}") from error
         if not mode & 0o004:
             raise VmmError(f"{path} has mode {mode & 0o777:o}: the VMM's user must be able to read it (chmod o+r)")
 

@@ -4,7 +4,7 @@ import asyncio
 import errno
 import os
 from collections.abc import Awaitable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from aenv.config import VmmSettings
@@ -14,6 +14,7 @@ from aenv.guest.provision import GuestBundle
 from aenv.guest.tsc import host_tsc_khz
 from aenv.vmm import cgroup
 from aenv.vmm.accel import Accel, AccelProver
+from aenv.vmm.cpu import cpu_identity
 from aenv.vmm.launch import QMP_SOCKET, Output, Program, find_program, spawn
 from aenv.vmm.process import Found, Process, find, mark, read_mark
 from aenv.vmm.protocol import VmHandle, VmmInfo, VmSpec
@@ -36,6 +37,7 @@ class _Host:
     accel: Accel
     cgroups: cgroup.CgroupSupport
     tsc_khz: int | None
+    cpu: str
 
 
 class QemuVmm:
@@ -58,16 +60,26 @@ class QemuVmm:
 
     async def info(self) -> VmmInfo:
         host = await self._find_out()
-        return VmmInfo("qemu", host.program.version, host.accel.name)
+        return VmmInfo("qemu", host.program.version, host.accel.name, host.cpu)
 
     async def boot(self, spec: VmSpec) -> QemuVm:
+        return await self._start(replace(spec, memory=None))
+
+    async def prepare(self, spec: VmSpec) -> QemuVm:
+        if spec.memory is None:
+            raise VmmError(f"the VMM of {spec.sandbox_id} did not start: there is no memory to go on from")
+        return await self._start(spec)
+
+    async def _start(self, spec: VmSpec) -> QemuVm:
         host = await self._find_out()
         output: Output | None = None
         vm: QemuVm | None = None
         try:
             output = Output()
             vm = await self._launch(host, spec, output)
-            await vm.control(_CONTROL_DEADLINE)
+            phase = await vm.control(_CONTROL_DEADLINE)
+            if phase != (expected := "running" if spec.memory is None else "waiting"):
+                raise VmmError(f"it is {phase}, not {expected}")
             return vm
         except BaseException as error:
             if vm is not None:
@@ -90,7 +102,9 @@ class QemuVmm:
             raise VmmError(f"the process {handle.pid} is not the VMM of {spec.sandbox_id}")
         vm = self._vm(process, spec, None)
         try:
-            await vm.control(_CONTROL_DEADLINE)
+            if await vm.control(_CONTROL_DEADLINE) == "waiting":
+                raise VmmError(f"the VMM process {handle.pid} never got a state to go on from")
+            await vm.thaw()
         except BaseException:
             # Nobody else will look after it: a VMM that cannot be controlled is ended.
             await _finish(vm.kill())
@@ -123,7 +137,8 @@ class QemuVmm:
                 program = await asyncio.to_thread(find_program, self._settings.qemu_binary, accel.name)
                 cgroups = await asyncio.to_thread(cgroup.probe, self._home)
                 khz = await asyncio.to_thread(host_tsc_khz) if accel.name == "tcg" else None
-                self._host = _Host(program, accel, cgroups, khz)
+                cpu = await asyncio.to_thread(cpu_identity, program.machine, khz, self._home / "cache" / "tsc_khz")
+                self._host = _Host(program, accel, cgroups, khz, cpu)
             return self._host
 
     async def _launch(self, host: _Host, spec: VmSpec, output: Output) -> QemuVm:
@@ -157,7 +172,7 @@ class QemuVmm:
     def _vm(self, process: Process, spec: VmSpec, output: Output | None) -> QemuVm:
         return QemuVm(
             process=process,
-            directory=spec.directory,
+            spec=spec,
             output=output,
             kill_deadline=self._kill_deadline,
             on_gone=lambda: self._gone(spec),

@@ -8,11 +8,11 @@ import json
 from dataclasses import dataclass
 from typing import Literal
 
-from aenv.errors import VmmError
 from aenv.images.protocol import Disk
 from aenv.vmm.protocol import VmSpec
 
 CONSOLE_ID = "console"
+MEMORY_ID = "ram"
 CONSOLE_BYTES = 64 * 1024
 """Kept of the guest's console, the newest; a power of two, as QEMU demands."""
 TRANSLATION_CACHE_MB = 128
@@ -25,7 +25,8 @@ class JailPath:
     KERNEL = "/kernel"
     INITRAMFS = "/initramfs"
     DISK = "/disk"
-    BACKING = "/backing"
+    MEMORY = "/memory"
+    STATE = "/state"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,15 +40,17 @@ class Machine:
 
 
 def command(machine: Machine, spec: VmSpec, *, cmdline: str, name: str, listen_fd: int, tap_fd: int) -> list[str]:
-    """The whole argument vector. `name` is for people; `listen_fd` is a listening Unix socket for QMP, `tap_fd` an
-    open tap. Raises VmmError for a disk that cannot be."""
+    """The whole argument vector: to boot with `cmdline`, or with `spec.memory` to wait for a guest's state.
+
+    `name` is for people; `listen_fd` is a listening Unix socket for QMP, `tap_fd` an open tap.
+    """
     return [
         machine.binary,
         *("-name", f"guest={_escaped(name)},process=aenv-vmm,debug-threads=on"),
         *(argument for directory in machine.data_dirs for argument in ("-L", directory)),
         *_BASICS,
-        *_cpu_and_memory(machine, spec.vcpus, spec.memory_mb),
-        *("-kernel", JailPath.KERNEL, "-initrd", JailPath.INITRAMFS, "-append", cmdline),
+        *_cpu(machine, spec.vcpus),
+        *(_booted(spec.memory_mb, cmdline) if spec.memory is None else _restored(spec.memory_mb)),
         *_disk(spec.disk),
         *("-netdev", f"tap,id=net0,fd={tap_fd}", "-device", f"virtio-net-device,netdev=net0,mac={spec.mac}"),
         *("-object", "rng-builtin,id=rng0", "-device", "virtio-rng-device,rng=rng0"),
@@ -67,9 +70,8 @@ def probe_command(machine: Machine) -> list[str]:
         machine.binary,
         *(argument for directory in machine.data_dirs for argument in ("-L", directory)),
         *_BASICS,
-        *_cpu_and_memory(machine, vcpus=1, memory_mb=256),
-        *("-kernel", JailPath.KERNEL, "-initrd", JailPath.INITRAMFS),
-        *("-append", f"console={serial} panic=-1 reboot=t"),
+        *_cpu(machine, vcpus=1),
+        *_booted(256, f"console={serial} panic=-1 reboot=t"),
         *("-chardev", f"stdio,id={CONSOLE_ID},signal=off", "-serial", f"chardev:{CONSOLE_ID}", "-no-reboot"),
     ]
 
@@ -80,46 +82,71 @@ _BASICS = (
 )
 
 
-def _cpu_and_memory(machine: Machine, vcpus: int, memory_mb: int) -> list[str]:
+def _cpu(machine: Machine, vcpus: int) -> list[str]:
     # acpi=on: the distributions' kernels find virtio-mmio devices through ACPI. Without rtc they wait seconds for one.
     # pit and pic are not used by them: at times an interrupt of theirs at vector 0 panics the guest, and the clock that
     # the pit would calibrate is told on the command line (aenv.guest.cmdline).
     board = {"x86_64": "microvm,acpi=on,pit=off,pic=off", "aarch64": "virt,gic-version=max"}[machine.arch]
     accel = f"tcg,thread=multi,tb-size={TRANSLATION_CACHE_MB}" if machine.accel == "tcg" else "kvm"
     return [
-        *("-machine", f"{board},memory-backend=ram,mem-merge=off,suppress-vmdesc=on"),
+        *("-machine", f"{board},memory-backend={MEMORY_ID},mem-merge=off,suppress-vmdesc=on"),
         *("-accel", accel),
-        *("-cpu", "max" if machine.accel == "tcg" else "host"),
+        *("-cpu", cpu_model(machine)),
         *("-smp", f"cpus={vcpus},sockets=1,cores={vcpus},threads=1"),
-        *("-m", f"{memory_mb}M", "-object", f"memory-backend-ram,id=ram,size={memory_mb}M"),
         # The devices' present form (virtio 1); the default is the transitional one.
         *("-global", "virtio-mmio.force-legacy=false"),
+    ]
+
+
+def cpu_model(machine: Machine) -> str:
+    """QEMU's name of the processor that guests see."""
+    return "max" if machine.accel == "tcg" else "host"
+
+
+def _booted(memory_mb: int, cmdline: str) -> list[str]:
+    return [
+        *("-m", f"{memory_mb}M", "-object", f"memory-backend-ram,id={MEMORY_ID},size={memory_mb}M"),
+        *("-kernel", JailPath.KERNEL, "-initrd", JailPath.INITRAMFS, "-append", cmdline),
+    ]
+
+
+def _restored(memory_mb: int) -> list[str]:
+    """A private mapping of the memory file: what the guest writes is the VMM's own, the rest is the host's page cache.
+
+    Without a configuration section in its state a guest may go on under another machine's name. Firmware, kernel and
+    command line are in its memory already.
+    """
+    file = f"memory-backend-file,id={MEMORY_ID},size={memory_mb}M,mem-path={JailPath.MEMORY}"
+    return [
+        *("-m", f"{memory_mb}M", "-object", f"{file},share=off,readonly=on,rom=off"),
+        *("-incoming", "defer", "-S", "-global", "migration.send-configuration=off"),
     ]
 
 
 def _disk(disk: Disk) -> list[str]:
     """The disk as vda.
 
-    Every node is named: what an image's header says of its backing file is not followed. Writes go to the host's page
-    cache and flushes stop there: they survive the VMM, and if the host dies so has the sandbox. A host that
-    cannot write (disk full) is an I/O error in the guest rather than a guest that stands still.
+    Writes go to the host's page cache and flushes stop there: they survive the VMM, and if the host dies so has the
+    sandbox. A host that cannot write (disk full) is an I/O error in the guest rather than a guest that stands still.
     """
-    if disk.backing is not None and disk.format != "qcow2":
-        raise VmmError(f"disk {disk.path} has a backing file and format {disk.format}: only qcow2 can have one")
-    file = {"driver": "file", "aio": "threads", "cache": {"direct": False, "no-flush": True}}
-    # A block device has its own server behind it, which reads through the page cache already.
-    lowest = {**file, "driver": "host_device", "cache": {"direct": True, "no-flush": True}} if disk.is_device else file
-    nodes: list[dict[str, object]] = [
-        {**lowest, "node-name": "disk-file", "filename": JailPath.DISK, "discard": "unmap"},
-        {"driver": disk.format, "node-name": "disk", "file": "disk-file", "discard": "unmap", "cache": file["cache"]},
+    nodes = [
+        {
+            # A block device has its own server behind it, which reads through the page cache already.
+            "driver": "host_device" if disk.is_device else "file",
+            "cache": {"direct": disk.is_device, "no-flush": True},
+            "node-name": "disk-file",
+            "filename": JailPath.DISK,
+            "aio": "threads",
+            "discard": "unmap",
+        },
+        {
+            "driver": "raw",
+            "node-name": "disk",
+            "file": "disk-file",
+            "discard": "unmap",
+            "cache": {"direct": False, "no-flush": True},
+        },
     ]
-    if disk.format == "qcow2":
-        nodes[-1]["backing"] = None if disk.backing is None else "backing"
-    if disk.backing is not None:
-        nodes[:0] = [
-            {**file, "node-name": "backing-file", "filename": JailPath.BACKING, "read-only": True},
-            {"driver": "raw", "node-name": "backing", "file": "backing-file", "read-only": True},
-        ]
     arguments = [argument for node in nodes for argument in ("-blockdev", json.dumps(node))]
     return [*arguments, "-device", "virtio-blk-device,drive=disk,werror=report,rerror=report"]
 

@@ -5,16 +5,18 @@ import base64
 import binascii
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from aenv.errors import AenvError, DeadlineExceeded, VmmError
+from aenv.images.protocol import GuestMemory
 from aenv.vmm.console import last_words
 from aenv.vmm.launch import QMP_SOCKET, Output
 from aenv.vmm.process import Process
-from aenv.vmm.protocol import VmExit, VmHandle
-from aenv.vmm.qemu_command import CONSOLE_BYTES, CONSOLE_ID
+from aenv.vmm.protocol import VmExit, VmHandle, VmSpec
+from aenv.vmm.qemu_command import CONSOLE_BYTES, CONSOLE_ID, JailPath
+from aenv.vmm.qemu_state import find_memory, take_state, write_state
 from aenv.vmm.qmp import DEFAULT_DEADLINE, QmpClient
 
 SERIAL_LOG = "serial.log"
@@ -22,6 +24,10 @@ _LAST_WORDS_DEADLINE = 2.0
 """Seconds to fetch the console of a guest that ended, before its VMM is killed."""
 _LAST_WORDS = 3
 """Lines."""
+
+Phase = Literal["waiting", "frozen", "running"]
+_PHASES: dict[str, Phase] = {"inmigrate": "waiting", "paused": "frozen", "running": "running"}
+"""By QEMU's word for its state."""
 _DEAD_STATES = {
     "shutdown": "the guest shut down",
     "guest-panicked": "the guest's kernel panicked",
@@ -41,46 +47,81 @@ class QemuVm:
         self,
         *,
         process: Process,
-        directory: Path,
+        spec: VmSpec,
         output: Output | None,
         kill_deadline: float,
         on_gone: Callable[[], None],
     ) -> None:
         self._process = process
-        self._directory = directory
+        self._spec = spec
         self._output = output
         self._kill_deadline = kill_deadline
         self._on_gone = on_gone
         self._qmp: QmpClient | None = None
+        self._phase: Phase | None = None
+        self._memory: GuestMemory | None = None
+        self._loaded = asyncio.Event()
         self._reason: str | None = None
         self._attention = asyncio.Event()
         self._exit: asyncio.Future[VmExit] = asyncio.get_running_loop().create_future()
         self._watcher: asyncio.Task[None] = asyncio.create_task(self._watch(), name=f"vmm-{process.handle.pid}")
 
-    async def control(self, deadline: float) -> None:
-        """Connect to the VMM. Raises VmmError if it is not there or its guest does not run."""
-        connecting = asyncio.ensure_future(
-            QmpClient.connect(self._directory / QMP_SOCKET, deadline=deadline, on_event=self._on_event)
-        )
-        ending = asyncio.ensure_future(self._process.wait())
-        try:
-            await asyncio.wait((connecting, ending), return_when=asyncio.FIRST_COMPLETED)
-            if not connecting.done():
-                raise VmmError("the VMM ended at once")
-            self._qmp = connecting.result()
-        finally:
-            for task in (connecting, ending):
-                task.cancel()
-            await asyncio.gather(connecting, ending, return_exceptions=True)
-            if self._qmp is None and not connecting.cancelled() and connecting.exception() is None:
-                await connecting.result().aclose()
-        self._qmp.closed.add_done_callback(lambda _: self._attention.set())
-        status = await self._qmp.execute("query-status", deadline=deadline)
-        state = status.get("status") if isinstance(status, dict) else None
-        if state != "running":
-            reason = _DEAD_STATES.get(str(state), f"the VMM is in the state {str(state)[:40]!r}")
+    async def control(self, deadline: float) -> Phase:
+        """Connect to the VMM; return what its guest does. Raises VmmError if there is no VMM or its guest ended."""
+        await self._or_end(self._connect(deadline))
+        status = await self._execute("query-status", deadline=deadline)
+        state = str(status.get("status") if isinstance(status, dict) else None)
+        self._phase = _PHASES.get(state)
+        if self._phase is None:
+            reason = _DEAD_STATES.get(state, f"the VMM is in the state {state[:40]!r}")
             self._die(reason)
             raise VmmError(reason)
+        return self._phase
+
+    async def load(self, state: bytes) -> None:
+        self._expect("waiting", to="take a state")
+        await asyncio.to_thread(write_state, self.handle.pid, state)
+        self._phase = None  # of no use if what follows fails
+        events = [{"capability": "events", "state": True}]
+        try:
+            await self._execute("migrate-set-capabilities", {"capabilities": events})
+            await self._execute("migrate-incoming", {"uri": f"file:{JailPath.STATE}"})
+            async with asyncio.timeout(DEFAULT_DEADLINE):
+                await self._or_end(self._loaded.wait())
+        except TimeoutError:
+            raise DeadlineExceeded(f"the VMM did not load a state within {DEFAULT_DEADLINE:g} s") from None
+        except VmmError as error:
+            raise VmmError(f"the VMM did not load the state: {self.output or error.message}") from error
+        self._phase = "frozen"
+
+    async def freeze(self) -> None:
+        if self._phase != "frozen":
+            self._expect("running", to="freeze")
+            # Answered when the virtual CPUs have stopped and what they had asked of the disk is done.
+            await self._execute("stop")
+            if self._reason is not None:  # it ended before it could be stopped
+                raise VmmError(self._reason)
+            self._phase = "frozen"
+
+    async def thaw(self) -> None:
+        if self._phase != "running":
+            self._expect("frozen", to="thaw")
+            await self._execute("cont")
+            self._phase = "running"
+
+    async def save(self) -> bytes:
+        self._expect("frozen", to="save")
+        # Its name tells where it was first needed; it is QEMU's migration stream without the memory. Not `live`: that
+        # would give up the disk, as if another VMM were to go on.
+        await self._execute("xen-save-devices-state", {"filename": JailPath.STATE, "live": False})
+        return await asyncio.to_thread(take_state, self.handle.pid)
+
+    async def memory(self) -> GuestMemory:
+        if self._memory is None:
+            answer = await self._execute("x-query-ramblock")
+            text = answer.get("human-readable-text") if isinstance(answer, dict) else None
+            self._memory = find_memory(self.handle, str(text), self._spec.memory_mb << 20)
+        return self._memory
 
     @property
     def handle(self) -> VmHandle:
@@ -107,7 +148,7 @@ class QemuVm:
         except (binascii.Error, ValueError):
             raise VmmError("the VMM's answer to 'ringbuf-read' is not base64") from None
         try:
-            await asyncio.to_thread(_append_log, self._directory / SERIAL_LOG, text)
+            await asyncio.to_thread(_append_log, self._spec.directory / SERIAL_LOG, text)
         except OSError as error:
             raise VmmError(f"the guest's console cannot be logged: {error}") from error
         return text
@@ -116,6 +157,7 @@ class QemuVm:
         self._reason = self._reason or "killed"
         await self._process.kill(self._kill_deadline)
         await self.wait()
+        await self._release()  # again, for a connection that was made meanwhile
 
     async def detach(self) -> None:
         self._watcher.cancel()
@@ -124,6 +166,36 @@ class QemuVm:
         if not self._exit.done():
             self._exit.cancel()
 
+    def _expect(self, phase: Phase, *, to: str) -> None:
+        if self._phase != phase:
+            raise VmmError(f"the VMM {self.handle.pid} cannot {to}: it is {self._phase or 'lost'}, not {phase}")
+
+    async def _connect(self, deadline: float) -> None:
+        path = self._spec.directory / QMP_SOCKET
+        self._qmp = await QmpClient.connect(path, deadline=deadline, on_event=self._on_event)
+        self._qmp.closed.add_done_callback(lambda _: self._attention.set())
+
+    async def _execute(
+        self, command: str, arguments: dict[str, Any] | None = None, *, deadline: float = DEFAULT_DEADLINE
+    ) -> Any:
+        if self._qmp is None:
+            raise VmmError(f"the VMM {self.handle.pid} is not connected")
+        return await self._qmp.execute(command, arguments, deadline=deadline)
+
+    async def _or_end(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Wait for `work`. Raises VmmError if the VMM ends first."""
+        working = asyncio.ensure_future(work)
+        ending = asyncio.ensure_future(self._process.wait())
+        try:
+            await asyncio.wait((working, ending), return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise VmmError("the VMM ended at once")
+            working.result()
+        finally:
+            for task in (working, ending):
+                task.cancel()
+            await asyncio.gather(working, ending, return_exceptions=True)
+
     def _on_event(self, event: str, data: dict[str, Any]) -> None:
         if event == "SHUTDOWN":
             self._die(f"the guest ended: {str(data.get('reason', 'unknown'))[:40]}")
@@ -131,6 +203,8 @@ class QemuVm:
             self._die(_DEAD_STATES["guest-panicked"])
         elif event == "STOP":
             self._attention.set()
+        elif event == "MIGRATION" and data.get("status") == "completed":
+            self._loaded.set()
 
     def _die(self, reason: str) -> None:
         self._reason = self._reason or reason
