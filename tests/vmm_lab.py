@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import os
 import platform
+import re
 import struct
 import subprocess
 from collections.abc import Iterator
@@ -28,6 +29,15 @@ RESET = bytes.fromhex("0f 01 1d 00 00 20 00 cc".replace(" ", ""))
 """lidt [0x200000] (zeros); int3: a triple fault"""
 FLOOD = bytes.fromhex("ee eb fd".replace(" ", ""))
 """again: out dx, al; jmp again"""
+BEAT = bytes.fromhex(
+    "0f31 89c3 a300003000 c7050400300000000000"  # rdtsc: who it is, in ebx and at 3 MiB; beats, after it: 0
+    "be00003000 ff4604 391e 75fe baf8030000"  # again: one more beat; hang if memory and register disagree
+    "ad b908000000"  # word:
+    "c1c004 89c7 240f 0461 ee 89f8 e2f2"  # digit: eight letters of it
+    "b020 ee 81fe08003000 75e1 b00a ee"  # a blank; both words; a line feed
+    "b900001000 e2fe ebc4"  # wait; jmp again
+)
+"""Prints line after line who it is, and its beats: two words of 8 letters, a to p for 0 to 15."""
 
 _uids = itertools.count(2_900_000)
 
@@ -99,6 +109,12 @@ class Lab:
         """What the driver is made with; only a trial of KVM would boot it."""
         none = Path("/nonexistent")
         return GuestBundle(kernel=none, initramfs=none, kernel_version="0", envd_version="0", digest="0")
+
+
+def beats(console: bytes) -> list[tuple[str, int]]:
+    """Who and how many beats, of each whole line that a `BEAT` guest printed."""
+    lines = re.findall(rb"^([a-p]{8}) ([a-p]{8}) $", console, re.MULTILINE)
+    return [(who.decode(), int(bytes(b"0123456789abcdef"[c - 97] for c in count), 16)) for who, count in lines]
 
 
 @contextlib.contextmanager
