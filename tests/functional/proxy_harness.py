@@ -29,25 +29,48 @@ def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
     return uvloop.EventLoopPolicy()
 
 
+@dataclass(frozen=True)
+class Known:
+    """What the proxy looks at of a sandbox that does not run."""
+
+    auto_resume: bool = False
+    traffic_token: str | None = None
+
+
 class MemorySandboxes:
-    """The part of `Sandboxes` that the proxy asks for."""
+    """The part of `Sandboxes` that the proxy asks for. A sandbox without a route is paused."""
 
     def __init__(self) -> None:
         self.routes: dict[str, Route] = {}
         self.tokens: dict[str, str] = {}
+        self.paused: dict[str, Known] = {"ipaused": Known()}
+        self.wake: Callable[[str], Awaitable[None]] | None = None
+        """Carried out when one is to be awakened."""
+        self.awakened: list[str] = []
 
     def add(self, sandbox_id: str, address: str = "127.0.0.2", **changes: Any) -> None:
         route = Route(
             sandbox_id=sandbox_id, generation="g1", address=address, traffic_token="tt", public=True, mask_host=None
         )
+        self.paused.pop(sandbox_id, None)
         self.routes[sandbox_id] = replace(route, **changes)
 
-    def route(self, sandbox_id: str) -> Route | None:
-        if sandbox_id == "ipaused":
-            return None
-        if sandbox_id not in self.routes:
+    def get(self, sandbox_id: str) -> Known:
+        if sandbox_id in self.routes:
+            return Known()
+        if sandbox_id not in self.paused:
             raise NotFound(f"sandbox {sandbox_id} does not exist")
-        return self.routes[sandbox_id]
+        return self.paused[sandbox_id]
+
+    def route(self, sandbox_id: str) -> Route | None:
+        self.get(sandbox_id)
+        return self.routes.get(sandbox_id)
+
+    async def awaken(self, sandbox_id: str) -> Route | None:
+        self.awakened.append(sandbox_id)
+        if self.wake is not None:
+            await self.wake(sandbox_id)
+        return self.routes.get(sandbox_id)
 
     def find_by_envd_token(self, matches: TokenTest) -> str | None:
         return next((sandbox_id for sandbox_id, token in self.tokens.items() if matches(token)), None)
@@ -68,6 +91,12 @@ class Node:
     def kill(self, sandbox_id: str) -> None:
         """What the orchestrator does when a sandbox ends."""
         del self.sandboxes.routes[sandbox_id]
+        self.app.sandbox_gone(sandbox_id)
+
+    def pause(self, sandbox_id: str, **known: Any) -> None:
+        """What the orchestrator does when a sandbox is paused."""
+        del self.sandboxes.routes[sandbox_id]
+        self.sandboxes.paused[sandbox_id] = Known(**known)
         self.app.sandbox_gone(sandbox_id)
 
     async def upstream(self, handler: Handler, address: str = "127.0.0.2") -> int:

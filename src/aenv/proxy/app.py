@@ -1,5 +1,6 @@
 """The ASGI application on the API's port: what is for a sandbox goes there, the rest to the control plane."""
 
+import asyncio
 import logging
 from hmac import compare_digest
 
@@ -11,7 +12,10 @@ from aenv.proxy.asgi import App, Message, Receive, ResponseBroken, Scope, Send
 from aenv.proxy.headers import Request, framing, request_head
 from aenv.proxy.responses import Answer
 from aenv.proxy.routing import ENVD_PORT, TRAFFIC_TOKEN_HEADER, Preflight, SandboxTarget, SignedFile, decide
-from aenv.proxy.upstream import PortNotOpen, Upstream
+from aenv.proxy.upstream import Ended, PortNotOpen, Upstream
+
+AWAKEN_DEADLINE = 60.0
+"""Seconds a request waits for its sandbox: the clients' own limit for a request."""
 
 _log = logging.getLogger("aenv.proxy")
 
@@ -76,7 +80,7 @@ class ProxyApp:
             await responses.send_refusal(scope, send, refused.status_code, refused.headers, refused.body)
             return
         except AenvError as error:
-            answer = await self._explain(error, target)
+            answer = self._explain(error, target)
         except Exception as error:
             if started or isinstance(error, ResponseBroken):
                 raise
@@ -87,13 +91,24 @@ class ProxyApp:
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send, target: SandboxTarget) -> Answer | None:
         """Carry the request into the sandbox, or say why not."""
-        sandbox_id, port = target.sandbox_id, target.port
         if target.internal:
-            return responses.internal_route(sandbox_id)
-        route = await self._route(sandbox_id)
+            return responses.internal_route(target.sandbox_id)
+        if scope["type"] == "websocket" and (await receive())["type"] != "websocket.connect":
+            return None
+        try:
+            return await self._attempt(scope, receive, send, target)
+        except Ended:  # It was paused or restored just then: what runs next may have the answer.
+            return await self._attempt(scope, receive, send, target)
+
+    async def _attempt(self, scope: Scope, receive: Receive, send: Send, target: SandboxTarget) -> Answer | None:
+        sandbox_id, port = target.sandbox_id, target.port
+        route = self._route(sandbox_id)
         if route is None:
-            return responses.sandbox_not_found(sandbox_id)
-        if not route.public and port != ENVD_PORT and not _has_token(scope, route):
+            woken = await self._awaken(scope, target)
+            if isinstance(woken, Answer):
+                return woken
+            route = woken  # Nothing is awaited between here and its use: it may be over at any time.
+        if not route.public and port != ENVD_PORT and not _has_token(scope, route.traffic_token):
             return responses.token_missing(sandbox_id, port)
         request = _request(scope, target, route, self._api_key)
         if scope["type"] == "websocket":
@@ -104,11 +119,8 @@ class ProxyApp:
         await http.forward(scope, receive, send, exchange, self._upstream.generation(route))
         return None
 
-    async def _route(self, sandbox_id: str) -> Route | None:
-        """The one place where a sandbox is looked up; waking a paused one belongs here. None: it does not run.
-
-        Whoever uses the result to reach the sandbox does so before awaiting anything else.
-        """
+    def _route(self, sandbox_id: str) -> Route | None:
+        """None: it does not run now. Whoever reaches the sandbox with the result does so before awaiting anything."""
         try:
             route = self._sandboxes.route(sandbox_id)
         except NotFound:
@@ -117,27 +129,47 @@ class ProxyApp:
             self._upstream.sandbox_gone(sandbox_id)
         return route
 
+    async def _awaken(self, scope: Scope, target: SandboxTarget) -> Route | Answer:
+        """The route once a sandbox that is being paused or resumed, or that wakes by itself, runs; or why it does not.
+
+        A caller who may not pass does not wake it.
+        """
+        sandbox_id, port = target.sandbox_id, target.port
+        try:
+            known = self._sandboxes.get(sandbox_id)
+            token = known.traffic_token if known.auto_resume and port != ENVD_PORT else None
+            if token is not None and not _has_token(scope, token):
+                return responses.token_missing(sandbox_id, port)
+            async with asyncio.timeout(AWAKEN_DEADLINE):
+                route = await self._sandboxes.awaken(sandbox_id)
+        except NotFound:
+            route = None
+        except TimeoutError:
+            return responses.asleep(sandbox_id, AWAKEN_DEADLINE)
+        except AenvError as error:
+            return responses.of_error(error, sandbox_id)
+        return route or responses.sandbox_not_found(sandbox_id)
+
     def _owner(self, file: SignedFile) -> SandboxTarget:
         sandbox_id = self._sandboxes.find_by_envd_token(file.matches)
         if sandbox_id is None:
             raise Unauthorized("invalid signature: it belongs to no sandbox that is running here")
         return SandboxTarget(sandbox_id, ENVD_PORT, file.path)
 
-    async def _explain(self, error: AenvError, target: SandboxTarget | SignedFile) -> Answer:
+    def _explain(self, error: AenvError, target: SandboxTarget | SignedFile) -> Answer:
         """Most failures of a connection are a sandbox that is ending, which its route tells first."""
         if isinstance(target, SignedFile) or not isinstance(error, GuestError):
             return responses.of_error(error)
-        if await self._route(target.sandbox_id) is None:
+        if self._route(target.sandbox_id) is None:
             return responses.sandbox_not_found(target.sandbox_id)
         if isinstance(error, PortNotOpen):
             return responses.port_not_open(target.sandbox_id, target.port)
         return responses.bad_gateway(target.sandbox_id, target.port, error.message)
 
 
-def _has_token(scope: Scope, route: Route) -> bool:
-    token = route.traffic_token.encode()
+def _has_token(scope: Scope, token: str) -> bool:
     given = (value.strip(b" \t") for name, value in scope["headers"] if name == TRAFFIC_TOKEN_HEADER)
-    return any(compare_digest(value, token) for value in given)
+    return any(compare_digest(value, token.encode()) for value in given)
 
 
 def _request(scope: Scope, target: SandboxTarget, route: Route, api_key: bytes | None) -> Request:

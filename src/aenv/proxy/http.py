@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from aenv.proxy.asgi import Receive, Scope, Send, abort_of, break_client
 from aenv.proxy.connection import Connection, UpstreamError
 from aenv.proxy.headers import Framing, response_headers
-from aenv.proxy.upstream import Generation
+from aenv.proxy.upstream import Ended, Generation
 
 CONTINUE_SECONDS = 1.0
 """How long a request's body waits for the sandbox's `100 Continue` (RFC 9110 10.1.1: not indefinitely)."""
@@ -23,21 +23,25 @@ class Exchange:
     head: bytes
     body: Framing
 
+    @property
+    def repeatable(self) -> bool:
+        """Whether it may be carried out twice, as far as the client's method tells."""
+        return self.method in _IDEMPOTENT and not self.body.has_body
+
 
 async def forward(scope: Scope, receive: Receive, send: Send, exchange: Exchange, generation: Generation) -> None:
     """Carry the exchange out.
 
-    Raises PortNotOpen, Unreachable or UpstreamError while nothing was sent to the client; afterwards a failure breaks
-    the client's connection.
+    Raises PortNotOpen, Unreachable, Ended or UpstreamError while nothing was sent to the client; afterwards a failure
+    breaks the client's connection.
     """
     # A request that changes something takes no connection the sandbox may be about to close, as it cannot be repeated.
-    repeatable = exchange.method in _IDEMPOTENT and not exchange.body.has_body
-    connection = generation.take_idle(exchange.port, fresh=not repeatable)
+    connection = generation.take_idle(exchange.port, fresh=not exchange.repeatable)
     if connection is not None:
         try:
             return await _attempt(scope, receive, send, exchange, generation, connection)
         except UpstreamError as error:
-            if error.started or not repeatable or generation.ended:
+            if error.started or not exchange.repeatable or generation.ended:
                 raise
     connection = await generation.connect(exchange.port)
     return await _attempt(scope, receive, send, exchange, generation, connection)
@@ -56,9 +60,11 @@ async def _attempt(
         started = True
         connection.on_abort = abort_of(scope)
         await _send_response(send, connection, status, upload)
-    except UpstreamError:
+    except UpstreamError as error:
         if upload.client_left:
             return
+        if not started and generation.ended and exchange.repeatable:
+            raise Ended from error
         if not started:
             raise
         await break_client(scope, receive)

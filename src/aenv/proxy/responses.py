@@ -34,6 +34,10 @@ def sandbox_not_found(sandbox_id: str) -> Answer:
     return Answer(502, "The sandbox was not found", sandbox_id)
 
 
+def asleep(sandbox_id: str, seconds: float) -> Answer:
+    return Answer(504, f"The sandbox was not running and did not resume within {seconds:g} s", sandbox_id)
+
+
 def port_not_open(sandbox_id: str, port: int) -> Answer:
     return Answer(502, "The sandbox is running but port is not open", sandbox_id, port)
 

@@ -25,6 +25,13 @@ FRESH_SECONDS = 1.0
 ENDED = "this run of the sandbox ended (paused, restored or killed)"
 
 
+class Ended(UpstreamError):
+    """The generation ended before the request was carried out, or while one that may be repeated had no answer yet."""
+
+    def __init__(self) -> None:
+        super().__init__(ENDED, started=False)
+
+
 class PortNotOpen(GuestError):
     """The guest runs and nothing listens there."""
 
@@ -57,7 +64,7 @@ class Generation:
         return not self._live and not self._opening
 
     async def open(self, port: int, protocol: Callable[[], _P]) -> tuple[asyncio.Transport, _P]:
-        """A new connection. Raises PortNotOpen, Unreachable, or UpstreamError when the generation ended meanwhile."""
+        """A new connection. Raises PortNotOpen, Unreachable, or Ended."""
         loop = asyncio.get_running_loop()
         limit = asyncio.timeout(CONNECT_DEADLINE)
         self._opening.add(limit)
@@ -66,7 +73,7 @@ class Generation:
                 transport, made = await loop.create_connection(protocol, self.route.address, port)
         except TimeoutError:
             if self.ended:
-                raise UpstreamError(ENDED, started=False) from None
+                raise Ended from None
             raise Unreachable(f"no connection was accepted within {CONNECT_DEADLINE:g} s") from None
         except OSError as error:
             if error.errno == errno.ECONNREFUSED:
@@ -76,7 +83,7 @@ class Generation:
             self._opening.discard(limit)
         if self.ended:
             transport.abort()
-            raise UpstreamError(ENDED, started=False)
+            raise Ended
         keep_alive(transport)
         return transport, made
 

@@ -17,7 +17,7 @@ from aenv.proxy.asgi import Receive, Scope, Send, abort_of, break_client
 from aenv.proxy.connection import UpstreamError
 from aenv.proxy.headers import HOP_BY_HOP, Request, forwarded, refuse_key_in_target
 from aenv.proxy.pacing import BREATHER
-from aenv.proxy.upstream import Generation
+from aenv.proxy.upstream import Ended, Generation
 
 HANDSHAKE_DEADLINE = 30.0
 CLOSE_DEADLINE = 5.0
@@ -186,18 +186,21 @@ def end_to_end(response: Response) -> list[tuple[bytes, bytes]]:
 async def join(scope: Scope, receive: Receive, send: Send, request: Request, generation: Generation) -> None:
     """Open the sandbox's side, accept the client's, and carry messages and close codes until either ends.
 
-    Raises BadRequest, PortNotOpen, Unreachable, UpstreamError or Refused while the client's handshake is unanswered;
-    afterwards a sandbox's side that breaks off breaks the client's.
+    The client's "websocket.connect" has been received. Raises BadRequest, PortNotOpen, Unreachable, Ended, Refused or
+    UpstreamError while its handshake is unanswered; afterwards a sandbox's side that breaks off breaks the client's.
     """
-    if (await receive())["type"] != "websocket.connect":
-        return
     refuse_key_in_target(request)
     reader = asyncio.StreamReader(limit=READ_SIZE)
     transport, stream = await generation.open(request.port, lambda: asyncio.StreamReaderProtocol(reader))
     tunnel = Tunnel(transport, stream, reader)
     generation.track(tunnel, transport)
     try:
-        await tunnel.handshake(request, scope.get("subprotocols", []), generation.route.address)
+        try:
+            await tunnel.handshake(request, scope.get("subprotocols", []), generation.route.address)
+        except UpstreamError as error:
+            if generation.ended and not isinstance(error, Refused):
+                raise Ended from error
+            raise
         await send({"type": "websocket.accept", "subprotocol": tunnel.subprotocol, "headers": tunnel.headers})
         tunnel.on_abort = abort_of(scope)
         upwards = _Upwards(receive, tunnel)
