@@ -136,6 +136,28 @@ impl Stack {
         fill(buf, offset, &segments, |layer| &**self.layers[usize::from(layer)].source())
     }
 
+    /// This stack with more layers on top, the lowest first. The work is in proportion to them, not to the stack, and what
+    /// the stack's index takes in memory is shared.
+    ///
+    /// # Errors
+    /// [`StackError`].
+    pub fn extend(&self, layers: &[Arc<Layer>], check: ParentCheck) -> Result<Self, StackError> {
+        let all: Vec<_> = self.layers.iter().chain(layers).cloned().collect();
+        if all.len() > MAX_LAYERS {
+            return Err(StackError::TooMany(all.len()));
+        }
+        if check == ParentCheck::Enforce {
+            check_parents(&all)?;
+        }
+        let mut stack =
+            Self { layers: self.layers.clone(), levels: self.levels.clone(), virtual_size: self.virtual_size };
+        for layer in layers {
+            let table = layer.load_index().map_err(|e| StackError::Layer(stack.layers.len(), e))?;
+            stack = stack.push(layer.clone(), &table)?;
+        }
+        Ok(stack)
+    }
+
     /// This stack with a freshly sealed layer on top, whose index is known. The work is in proportion to the
     /// layer, not to the stack.
     pub(crate) fn push(&self, layer: Arc<Layer>, table: &[Extent]) -> Result<Self, StackError> {

@@ -219,7 +219,10 @@ fn parents_are_checked() {
     assert!(Stack::open(layers(vec![lower.clone(), upper.clone()]), ParentCheck::Enforce).is_ok());
     // A layer whose parent is itself, and layers in the wrong order: no cycle can be stacked.
     assert!(Stack::open(layers(vec![upper.clone(), upper.clone()]), ParentCheck::Enforce).is_err());
-    assert!(Stack::open(layers(vec![upper.clone(), lower, upper.clone()]), ParentCheck::Enforce).is_ok());
+    assert!(Stack::open(layers(vec![upper.clone(), lower.clone(), upper.clone()]), ParentCheck::Enforce).is_ok());
+    let lowest = Stack::open(layers(vec![lower]), ParentCheck::Enforce).expect("one");
+    assert!(lowest.extend(&layers(vec![upper.clone()]), ParentCheck::Enforce).is_ok());
+    assert!(lowest.extend(&layers(vec![upper.clone(), upper.clone()]), ParentCheck::Enforce).is_err());
     assert!(Stack::open(layers(vec![upper.clone(), upper]), ParentCheck::Ignore).is_ok());
 }
 
@@ -230,5 +233,6 @@ fn at_most_255_layers() {
     let mut buf = [0; 512];
     stack.read_at(&mut buf, 1024).expect("read");
     assert_eq!(buf, [9; 512]);
+    assert!(stack.extend(std::slice::from_ref(&layer), ParentCheck::Ignore).is_err());
     assert!(Stack::open(vec![layer; 256], ParentCheck::Ignore).is_err());
 }

@@ -31,26 +31,26 @@ impl View {
                 "the base is an image of {there} bytes, guest RAM one of {size}"
             )));
         }
-        let mapped = match (backing, base.mapped) {
-            (Backing::Anonymous, None | Some(0)) => 0,
-            (Backing::File, None) => layers.len(),
-            (Backing::File, Some(mapped)) if mapped <= layers.len() => mapped,
-            (Backing::File, Some(mapped)) => {
-                let there = layers.len();
-                return Err(CaptureError::Invalid(format!(
-                    "the guest maps {mapped} layers of a base that has {there}"
-                )));
-            }
+        let below = match (backing, &base.mapped) {
+            (Backing::Anonymous, None) => empty(),
+            (Backing::Anonymous, Some(mapped)) if mapped.layers().is_empty() => empty(),
             (Backing::Anonymous, Some(mapped)) => {
+                let mapped = mapped.layers().len();
                 let message = format!("the guest's memory is anonymous, but said to map {mapped} layers of the base");
                 return Err(CaptureError::Invalid(message));
             }
+            (Backing::File, None) => base.stack.clone(),
+            (Backing::File, Some(mapped)) => mapped.clone(),
         };
-        let open = |layers: &[_]| Stack::open(layers.to_vec(), ParentCheck::Ignore);
-        let (below, above) = match mapped {
-            0 => (empty(), Some(open(layers)?)),
-            n if n == layers.len() => (base.stack.clone(), None),
-            n => (Arc::new(open(&layers[..n])?), Some(open(&layers[n..])?)),
+        let newer = match layers.split_at_checked(below.layers().len()) {
+            Some((lowest, newer)) if lowest.iter().zip(below.layers()).all(|(a, b)| Arc::ptr_eq(a, b)) => newer,
+            _ => {
+                return Err(CaptureError::Invalid("what the guest maps are not the lowest layers of its base".into()));
+            }
+        };
+        let above = match newer {
+            [] => None,
+            newer => Some(Stack::open(newer.to_vec(), ParentCheck::Ignore)?),
         };
         Ok(Self { whole: Some(base.stack.clone()), below, above })
     }

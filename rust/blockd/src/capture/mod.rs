@@ -5,7 +5,7 @@
 //! was written, never the size of the guest.
 //!
 //! A guest that is captured while it runs on still maps the image it started from. To record what it changed since the last
-//! capture, give the layers made from it as part of the [`Base`], and how many of them the guest maps in [`Base::mapped`]:
+//! capture, give the layers made from it as part of the [`Base`], and those of them that the guest maps in [`Base::mapped`]:
 //! pages that those newer layers hold are looked at even if the guest has since given them back.
 
 mod base;

@@ -47,9 +47,9 @@ impl Mapping {
 pub struct Base {
     /// Its layers.
     pub stack: Arc<Stack>,
-    /// How many of them, from the bottom, make up the image that the guest maps; the others were made from the guest since it
+    /// The lowest of them, which make up the image that the guest maps; the others were made from the guest since it
     /// started. `None`: all of them, or none if the guest's memory is anonymous (a guest that booted cold).
-    pub mapped: Option<usize>,
+    pub mapped: Option<Arc<Stack>>,
 }
 
 /// A capture to be made.

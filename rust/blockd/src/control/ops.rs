@@ -6,7 +6,7 @@ use super::request::{Capture, Compact, Export, Import, Prefetch, SaveWorkingSet,
 use super::service::text;
 use super::Service;
 use crate::capture;
-use crate::image::{self, check_path, CompactRun, Made, Output, View, WorkingSet};
+use crate::image::{self, check_path, CompactRun, LayerSpec, Made, Output, View, WorkingSet};
 use crate::{Code, Error};
 
 impl Service {
@@ -64,7 +64,7 @@ impl Service {
         check_path(&request.output)?;
         let base = match request.base[..] {
             [] => None,
-            _ => Some(capture::Base { stack: self.layers.stack(&request.base)?, mapped: request.mapped }),
+            _ => Some(self.capture_base(&request.base, request.mapped)?),
         };
         let Capture { pid, start_time, mappings, output, size, compare, digest, durable, .. } = request;
         let request =
@@ -77,6 +77,18 @@ impl Service {
             reply["digest"] = format!("sha256:{digest}").into();
         }
         Ok(reply)
+    }
+
+    fn capture_base(&self, layers: &[LayerSpec], mapped: Option<usize>) -> Result<capture::Base, Error> {
+        let there = layers.len();
+        let mapped = mapped
+            .map(|mapped| match layers.get(..mapped) {
+                Some(mapped) => self.layers.stack(mapped),
+                None => Err(Error::invalid(format!("the guest maps {mapped} layers of a base that has {there}"))),
+            })
+            .transpose()?;
+        // After the mapped ones, whose stack it then shares.
+        Ok(capture::Base { stack: self.layers.stack(layers)?, mapped })
     }
 
     pub(super) fn save_working_set(&self, request: &SaveWorkingSet) -> Result<Value, Error> {

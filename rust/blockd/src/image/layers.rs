@@ -1,5 +1,6 @@
 //! Opening layers, each only once however many images are made of it.
 
+use std::borrow::Borrow;
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::hash::Hash;
@@ -138,9 +139,18 @@ impl Layers {
             return Ok(stack);
         }
         let names = || specs.iter().map(name).collect::<Vec<_>>().join(", ");
-        let stack = Stack::open(layers, ParentCheck::Enforce)
-            .map_err(|e| Error::caused(Code::Corrupt, format_args!("stacking {}", names()), &e))?;
+        let stack = match self.longest_beneath(&key) {
+            Some(beneath) => beneath.extend(&layers[beneath.layers().len()..], ParentCheck::Enforce),
+            None => Stack::open(layers, ParentCheck::Enforce),
+        };
+        let stack = stack.map_err(|e| Error::caused(Code::Corrupt, format_args!("stacking {}", names()), &e))?;
         Ok(lock(&self.stacks).put(key, Arc::new(stack)))
+    }
+
+    /// The largest open stack of the lowest of these layers: whoever forks or pauses again and again adds little to much.
+    fn longest_beneath(&self, key: &[usize]) -> Option<Arc<Stack>> {
+        let stacks = lock(&self.stacks);
+        (1..key.len()).rev().find_map(|n| stacks.get(&key[..n]))
     }
 }
 
@@ -183,7 +193,10 @@ impl<K, V> Default for Shared<K, V> {
 }
 
 impl<K: Hash + Eq, V> Shared<K, V> {
-    fn get(&self, key: &K) -> Option<Arc<V>> {
+    fn get<Q: Hash + Eq + ?Sized>(&self, key: &Q) -> Option<Arc<V>>
+    where
+        K: Borrow<Q>,
+    {
         self.entries.get(key)?.upgrade()
     }
 

@@ -11,7 +11,9 @@ use blockd::error::{Code, Error};
 use overlaybd::{ByteSource, Layer, ParentCheck, Stack};
 use rustix::thread::{CapabilitySet, CapabilitySets};
 
-use crate::guest::{alone, assert_same, base, file_of, layer_of, open, read, request, Guest, Memory, Noise, PAGE};
+use crate::guest::{
+    alone, assert_same, base, file_of, layer_of, open, read, request, stack, Guest, Memory, Noise, PAGE,
+};
 
 const SIZE: usize = 4 << 20;
 
@@ -39,7 +41,12 @@ fn requests_that_do_not_fit_the_process() {
     let half = |memory: &Memory| Mapping { length: SIZE as u64 / 2, ..memory.at(0) };
     let small = layer_of(&image[..SIZE / 2]);
     let whole = layer_of(&image);
-    let mapped = |mapped| Some(Base { mapped, ..base(std::slice::from_ref(&whole)).expect("base") });
+    let mapped = |layer| {
+        Some(Base {
+            mapped: Some(stack(std::slice::from_ref(layer))),
+            ..base(std::slice::from_ref(&whole)).expect("base")
+        })
+    };
     for (request, why) in [
         (at(gone), "is not there"),
         (at(shared.at(0)), "is shared"),
@@ -47,8 +54,8 @@ fn requests_that_do_not_fit_the_process() {
         (at(Mapping { length: 1 << 40, ..private.at(0) }), "beyond the image"),
         (at(Mapping { address: 0, ..private.at(0) }), "is not there"),
         (Request { base: base(&[small]), ..at(private.at(0)) }, "an image of 2097152 bytes"),
-        (Request { base: mapped(Some(2)), ..at(private.at(0)) }, "maps 2 layers"),
-        (Request { base: mapped(Some(1)), ..at(anonymous.at(0)) }, "is anonymous"),
+        (Request { base: mapped(&layer_of(&image)), ..at(private.at(0)) }, "are not the lowest"),
+        (Request { base: mapped(&whole), ..at(anonymous.at(0)) }, "is anonymous"),
         (Request { output: "/".into(), ..at(private.at(0)) }, "not the path of a file"),
         (Request { pid: std::process::id(), ..at(private.at(0)) }, "this daemon"),
         (Request { pid: u32::MAX, ..at(private.at(0)) }, "no process"),

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use blockd::capture::{capture, Base, Method, Request};
-use overlaybd::Layer;
+use overlaybd::{Layer, ParentCheck};
 use proptest::prelude::*;
 
 use crate::guest::{assert_same, file_of, layer_of, open, read, request, stack, Guest, Memory, Noise, PAGE};
@@ -127,7 +127,15 @@ fn take(
     how: &Generation,
 ) -> Arc<Layer> {
     let guest = Guest::fork(None);
-    let base = (!layers.is_empty()).then(|| Base { stack: stack(layers), mapped });
+    let base = (!layers.is_empty()).then(|| match mapped {
+        None => Base { stack: stack(layers), mapped: None },
+        // As the daemon does it: on top of the stack that is open already.
+        Some(n) => {
+            let mapped = stack(&layers[..n]);
+            let whole = mapped.extend(&layers[n..], ParentCheck::Enforce).expect("a stack");
+            Base { stack: Arc::new(whole), mapped: Some(mapped) }
+        }
+    });
     let request = Request {
         base,
         compare: how.compare,

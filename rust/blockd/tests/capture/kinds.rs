@@ -5,7 +5,7 @@ use std::path::Path;
 
 use blockd::capture::{capture, find_mappings, Base, CaptureError, Method, Ram, Request};
 
-use crate::guest::{assert_same, base, file_of, layer_of, open, read, request, Guest, Memory, Noise, PAGE};
+use crate::guest::{assert_same, base, file_of, layer_of, open, read, request, stack, Guest, Memory, Noise, PAGE};
 
 const PAGES: usize = 1024;
 
@@ -147,7 +147,8 @@ fn many_workers_make_one_layer() {
     // Everything given back: what the first layer holds must be undone.
     assert!(memory.advise(0..LEN, libc::MADV_DONTNEED));
     noise.fill(memory.page_mut(4096));
-    let (report, second) = take("second", Base { mapped: Some(1), ..base(&layers).expect("base") }, &memory);
+    let (report, second) =
+        take("second", Base { mapped: Some(stack(&layers[..1])), ..base(&layers).expect("base") }, &memory);
     assert_eq!((report.dirty_pages, report.equal_pages), (1, 0));
     let [bottom, first] = layers;
     assert_same(&read(&[bottom, first, second]), memory.bytes());
