@@ -60,10 +60,8 @@ fn run(mode: Mode) {
                     image.read_at(&mut buf, n * BLOCK as u64).expect("read");
                     let (block, round) = parse(&buf);
                     assert!(round >= least, "block {n} went back from {least} to {round}");
-                    if round > 0 {
-                        assert_eq!(block, n);
-                        assert!(mode == Mode::Sparse || buf == stamp(block, round), "a torn block");
-                    }
+                    // Beside a write to the same block, the rest of it may be of another round, as on any disk.
+                    assert!(round == 0 || block == n, "block {n} holds {block}");
                 }
             });
         }

@@ -72,12 +72,23 @@ impl ExtentMap {
         out
     }
 
-    /// Whether one extent maps the whole run of data, to the place given.
-    pub fn maps(&self, start: u64, len: u64, place: u64) -> bool {
-        let Some(chunk) = self.chunks.get(self.chunk_for(start)) else { return false };
-        overlapping(chunk, start, start + len)
-            .next()
-            .is_some_and(|e| !e.is_zero() && e.offset() == start && e.len() == len && e.place() == place)
+    /// Where a run of data is, if all of it lies in one piece.
+    pub fn place_of(&self, start: u64, len: u64) -> Option<u64> {
+        let end = start + len;
+        let (mut place, mut at) = (None, start);
+        for chunk in self.chunks.get(self.chunk_for(start)..)? {
+            for extent in overlapping(chunk, at, end) {
+                let first = *place.get_or_insert(extent.place());
+                if extent.is_zero() || extent.offset() != at || extent.place() != first + (at - start) {
+                    return None;
+                }
+                at = extent.end();
+            }
+            if at == end || chunk.last().is_some_and(|last| last.end() > at) {
+                break;
+            }
+        }
+        place.filter(|_| at == end)
     }
 
     /// Visits the extents that overlap `start..end`, trimmed to it, in order.

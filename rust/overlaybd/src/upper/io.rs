@@ -78,23 +78,30 @@ impl Upper {
 
     /// Writes and enters a range; gives the number of entries that wait for a flush.
     fn write_granules(&self, buf: &[u8], offset: u64) -> Result<usize, WriteError> {
-        let len = buf.len() as u64;
-        let at = match &self.mode {
-            Mode::Append { tail, .. } => tail.fetch_add(len, Ordering::Relaxed),
-            Mode::Sparse => HEADER_SPACE + offset,
+        let (first, len) = (offset / SECTOR, buf.len() as u64);
+        let find = || read(&self.state).map.place_of(first, len / SECTOR);
+        let Mode::Append { tail, own, overwritten, .. } = &self.mode else {
+            self.data.write_all_at(buf, HEADER_SPACE + offset)?;
+            // Looked up only now: a range that was given back meanwhile must be entered again.
+            return match find() {
+                Some(_) => Ok(0),
+                None => Ok(self.note(offset, len, |from, len| Extent::data(from, len, from + HEADER_SECTORS))),
+            };
         };
+        // As on any disk, unflushed bytes may or may not replace flushed ones when power fails. This keeps a guest that
+        // rewrites a file from filling the host's disk, and the page cache from growing with every write.
+        if let Some(place) = find().filter(|place| place * SECTOR >= *own) {
+            let written = self.data.write_all_at(buf, place * SECTOR);
+            overwritten.store(true, Ordering::Release);
+            return Ok(written.map(|()| 0)?);
+        }
+        let at = tail.fetch_add(len, Ordering::Relaxed);
         if let Err(error) = self.data.write_all_at(buf, at) {
-            if let Mode::Append { tail, .. } = &self.mode {
-                // Give the space back if nobody took more, so that retries on a full disk do not add up.
-                let _ = tail.compare_exchange(at + len, at, Ordering::Relaxed, Ordering::Relaxed);
-            }
+            // Give the space back if nobody took more, so that retries on a full disk do not add up.
+            let _ = tail.compare_exchange(at + len, at, Ordering::Relaxed, Ordering::Relaxed);
             return Err(error.into());
         }
-        let (first, place) = (offset / SECTOR, at / SECTOR);
-        if self.is_sparse() && read(&self.state).map.maps(first, len / SECTOR, place) {
-            // Written over in place: the index says so already.
-            return Ok(0);
-        }
+        let place = at / SECTOR;
         Ok(self.note(offset, len, |from, len| Extent::data(from, len, place + (from - first))))
     }
 

@@ -1,7 +1,7 @@
 //! The writable top of an image.
 //!
-//! *Append-only*: every write goes to the end of the data file and is noted in an index log beside it. Writes
-//! that were overwritten leave garbage behind; sealing and compacting removes it.
+//! *Append-only*: a write goes to the end of the data file and is noted in an index log beside it, unless all of it
+//! replaces bytes that lie in one piece. Parts of those leave garbage behind; sealing and compacting removes it.
 //!
 //! *Sparse*: every sector has its place in one sparse file and is written there again and again; the file
 //! system's own map of holes is the index, so there is no log and no garbage, at the price of 4096-byte
@@ -15,7 +15,7 @@ mod sparse;
 
 use std::fs::File;
 use std::io::Error;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, RwLock};
 
 use crate::index::{ExtentMap, Segment};
@@ -79,9 +79,22 @@ enum Mode {
     Append {
         /// Where the next write goes, in bytes.
         tail: AtomicU64,
+        /// From here on, this process has written the file itself, so no two entries share a sector, and what
+        /// is written again goes to the place it has.
+        own: u64,
+        /// Bytes in the file were replaced since it was last brought to stable storage.
+        overwritten: AtomicBool,
         log: Mutex<IndexLog>,
     },
     Sparse,
+}
+
+impl Mode {
+    /// An append-only upper whose next write goes to byte `tail` of the data file.
+    fn append(tail: u64, log: IndexLog) -> Self {
+        let log = Mutex::new(log);
+        Self::Append { tail: AtomicU64::new(tail), own: tail, overwritten: AtomicBool::new(false), log }
+    }
 }
 
 impl Upper {
@@ -113,7 +126,7 @@ impl Upper {
         let state = read(&self.state);
         let live = state.map.data_sectors() * SECTOR;
         let stored = match &self.mode {
-            Mode::Append { tail, .. } => tail.load(std::sync::atomic::Ordering::Relaxed) - crate::HEADER_SPACE,
+            Mode::Append { tail, .. } => tail.load(Ordering::Relaxed) - crate::HEADER_SPACE,
             Mode::Sparse => live,
         };
         UpperStats { stored, live, extents: state.map.len() }
@@ -146,18 +159,19 @@ impl Upper {
     /// # Errors
     /// [`FlushError`]; nothing is lost and the call may be repeated.
     pub fn flush(&self) -> Result<(), FlushError> {
-        let Mode::Append { log, .. } = &self.mode else {
+        let Mode::Append { log, overwritten, .. } = &self.mode else {
             return rustix::fs::fdatasync(&self.data).map_err(|e| FlushError::Data(e.into()));
         };
         let mut log = lock(log);
         let pending = std::mem::take(&mut crate::sync::write(&self.state).pending);
-        if pending.is_empty() && !log.is_dirty() {
+        if !overwritten.swap(false, Ordering::Acquire) && pending.is_empty() && !log.is_dirty() {
             return Ok(());
         }
         let flushed = rustix::fs::fdatasync(&self.data)
             .map_err(|e| FlushError::Data(e.into()))
             .and_then(|()| log.append(&pending).and_then(|()| log.sync()).map_err(FlushError::Index));
         if flushed.is_err() {
+            overwritten.store(true, Ordering::Release);
             self.put_back(pending);
         }
         flushed
@@ -168,5 +182,30 @@ impl Upper {
         let mut state = crate::sync::write(&self.state);
         entries.append(&mut state.pending);
         state.pending = entries;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Uuid;
+
+    #[test]
+    fn replaced_bytes_are_flushed_although_no_entry_waits() {
+        let file = || tempfile::tempfile().expect("file");
+        let info = LayerInfo { virtual_size: 1 << 20, uuid: Uuid::from_bytes([1; 16]), ..LayerInfo::default() };
+        let upper = Upper::create(file(), file(), info).expect("upper");
+        let waits = || match &upper.mode {
+            Mode::Append { overwritten, .. } => (overwritten.load(Ordering::Relaxed), read(&upper.state).pending.len()),
+            Mode::Sparse => (false, 0),
+        };
+        upper.write(&[1; 8192], 0).expect("write");
+        assert_eq!(waits(), (false, 1));
+        upper.flush().expect("flush");
+        assert_eq!(waits(), (false, 0));
+        upper.write(&[2; 512], 1024).expect("write");
+        assert_eq!(waits(), (true, 0));
+        upper.flush().expect("flush");
+        assert_eq!(waits(), (false, 0));
     }
 }

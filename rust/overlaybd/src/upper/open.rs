@@ -3,8 +3,7 @@
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
-use std::sync::atomic::AtomicU64;
-use std::sync::{Arc, Mutex, RwLock};
+use std::sync::{Arc, RwLock};
 
 use crate::index::{replay_into, ExtentMap};
 use crate::layer::Layer;
@@ -64,8 +63,8 @@ impl Upper {
         header.kind = Kind::IndexHeader;
         header.index_offset = HEADER_SPACE;
         index.write_all_at(&header.to_block()?, 0)?;
-        let log = Mutex::new(IndexLog::new(index));
-        let mode = Mode::Append { tail: AtomicU64::new(HEADER_SPACE), log };
+        let log = IndexLog::new(index);
+        let mode = Mode::append(HEADER_SPACE, log);
         Ok(Self::new(data.into(), header.info, mode, ExtentMap::default())?)
     }
 
@@ -119,8 +118,7 @@ impl Upper {
                 }
                 let size = data.metadata()?.len();
                 let (log, entries) = IndexLog::open(index, size / SECTOR)?;
-                let tail = AtomicU64::new(size.next_multiple_of(SECTOR));
-                let mode = Mode::Append { tail, log: Mutex::new(log) };
+                let mode = Mode::append(size.next_multiple_of(SECTOR), log);
                 Ok(Self::new(data.into(), info, mode, replay_into(entries, |index| ExtentMap::from_sorted(index)))?)
             }
             _ => Err(OpenUpperError::Kind("data")),

@@ -52,7 +52,7 @@ impl Upper {
         }
         let extents = read(&self.state).map.to_vec();
         let index_offset = match &self.mode {
-            Mode::Append { tail, log } => {
+            Mode::Append { tail, log, .. } => {
                 let mut log = lock(log);
                 let pending = std::mem::take(&mut write(&self.state).pending);
                 if let Err(error) = log.append(&pending) {
