@@ -124,8 +124,6 @@ class GuestSettings:
 class ImageSettings:
     """Where sandboxes' disks come from."""
 
-    store: Literal["blockd", "plain"] = "plain"
-    """`blockd`: layers served by the data plane. `plain`: qcow2 files, for hosts without FUSE."""
     blockd: str | None = None
     """Path of aenv-blockd; the checkout's own build, else the one on PATH, when unset."""
     cache_mb: Amount = 16 * 1024

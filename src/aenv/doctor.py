@@ -138,8 +138,6 @@ def _guest(settings: Settings) -> Check:
 def _images(settings: Settings) -> Check:
     from aenv.images.store import find_blockd
 
-    if settings.images.store == "plain":
-        return Check("images", Verdict.OK, "qcow2 files (images.store = plain)")
     try:
         found = str(find_blockd(settings))
     except AenvError as error:

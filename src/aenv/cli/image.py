@@ -33,9 +33,17 @@ _CHUNK = 1 << 20
 
 T = TypeVar("T")
 Source = Annotated[
-    str, typer.Argument(help="A template, a layer's digest, or a file, the topmost layer; or the id of a sandbox here.")
+    str,
+    typer.Argument(
+        help="A template or snapshot, a layer's digest, a file (the topmost layer), a checkpoint's folder; "
+        "or the id of a sandbox here."
+    ),
 ]
-Stack = Annotated[str, typer.Argument(help="A template, a layer's digest, or a file, the topmost layer.")]
+Stack = Annotated[
+    str,
+    typer.Argument(help="A template or snapshot, a layer's digest, a file (the topmost layer), a checkpoint's folder."),
+]
+Memory = Annotated[bool, typer.Option("--memory", help="The memory of a template or snapshot, instead of its disk.")]
 Under = Annotated[
     list[Path] | None, typer.Option("--under", help="With a file: layers beneath it, the lowest first; repeatable.")
 ]
@@ -63,14 +71,14 @@ def list_(output: Output = None) -> None:
 
 
 @app.command()
-def inspect(source: Source, under: Under = None, output: Output = None) -> None:
+def inspect(source: Source, under: Under = None, memory: Memory = False, output: Output = None) -> None:
     """Show what an image is made of."""
 
     async def work(settings: Settings) -> dict[str, Any]:
         if (found := await _attached(settings, source)) is not None:
             return found
         async with _scratch(settings) as client:
-            return await _look(client, _stack(settings, source, under))
+            return await _look(client, _stack(settings, source, under, memory))
 
     about = _run(work)
     if wants_json(output):
@@ -85,14 +93,14 @@ def inspect(source: Source, under: Under = None, output: Output = None) -> None:
 
 
 @app.command()
-def check(source: Stack, under: Under = None, output: Output = None) -> None:
+def check(source: Stack, under: Under = None, memory: Memory = False, output: Output = None) -> None:
     """Read every byte of an image through its layers, and compare layers with the digests they are named by.
 
     Exits with 1 if something is wrong.
     """
 
     async def work(settings: Settings) -> dict[str, Any]:
-        stack = _stack(settings, source, under)
+        stack = _stack(settings, source, under, memory)
         for layer in stack:
             if not await asyncio.to_thread(_is_as_named, layer.path):
                 raise CliError(f"{layer.path} is not what its digest says; delete it and run `aenv setup`")
@@ -119,6 +127,7 @@ def export(
     source: Source,
     file: Annotated[Path, typer.Argument(help="The file to make; it must not exist.")],
     under: Under = None,
+    memory: Memory = False,
     format: Annotated[str, typer.Option("--format", "-f", help="raw, layer or zfile.")] = "raw",
     zfile: Compression = None,
     output: Output = None,
@@ -133,7 +142,7 @@ def export(
             async with _node(settings) as client:
                 return await client.export(file.absolute(), image=source, **options)
         async with _scratch(settings) as client:
-            return await client.export(file.absolute(), layers=_stack(settings, source, under), **options)
+            return await client.export(file.absolute(), layers=_stack(settings, source, under, memory), **options)
 
     _print_made(_run(work), file, output)
 
@@ -143,6 +152,7 @@ def compact(
     source: Stack,
     file: Annotated[Path, typer.Argument(help="The layer to make; it must not exist.")],
     under: Under = None,
+    memory: Memory = False,
     zfile: Compression = None,
     output: Output = None,
 ) -> None:
@@ -150,7 +160,7 @@ def compact(
 
     async def work(settings: Settings) -> Any:
         async with _scratch(settings) as client:
-            stack = _stack(settings, source, under)
+            stack = _stack(settings, source, under, memory)
             return await client.compact(file.absolute(), layers=stack, base=True, zfile=_zfile(zfile), digest=True)
 
     _print_made(_run(work), file, output)
@@ -188,7 +198,7 @@ async def _node(settings: Settings) -> "AsyncIterator[BlockdClient]":
 
     socket = Places.of_home(settings.home).socket
     if not socket.exists():
-        raise CliError(f"no data plane runs on {settings.home}; start `aenv server` (with images.store = blockd)")
+        raise CliError(f"no data plane runs on {settings.home}; start `aenv server`")
     client = BlockdClient(socket)
     try:
         yield client
@@ -231,10 +241,11 @@ async def _look(client: "BlockdClient", stack: "list[Layer]") -> dict[str, Any]:
     return {key: about[key] for key in ("size", "extents", "layers")}
 
 
-def _stack(settings: Settings, source: str, under: list[Path] | None) -> "list[Layer]":
+def _stack(settings: Settings, source: str, under: list[Path] | None, memory: bool = False) -> "list[Layer]":
     """The layers that the argument means, the lowest first."""
-    from aenv.images.client import Layer
-    from aenv.images.layers import LayerStore, read_stack
+    from aenv.images.client import Layer, layers_of
+    from aenv.images.layers import LayerStore
+    from aenv.snapshots.checkpoint import read
     from aenv.templates.store import TemplateStore
 
     layers = LayerStore(settings.layers_dir)
@@ -245,11 +256,21 @@ def _stack(settings: Settings, source: str, under: list[Path] | None) -> "list[L
     digest = source.removeprefix("sha256:")
     if layers.path(digest).is_file():
         return [Layer(path=layers.path(digest))]
-    templates = TemplateStore(settings.templates_dir)
     try:
-        return layers.files(read_stack(templates.path(templates.resolve(source).id)))
+        folder = Path(source).absolute()
+        if not folder.is_dir():
+            templates = TemplateStore(settings.templates_dir)
+            folder = templates.checkpoint(templates.resolve(source).id)
+        found = read(folder)
     except (NotFound, BadRequest):
-        raise CliError(f"{source} is no attached image, template, layer or file here") from None
+        raise CliError(
+            f"{source} is no attached image, template, snapshot, layer, file or folder of a checkpoint here"
+        ) from None
+    if not memory:
+        return layers_of(found.disk)
+    if found.memory is None:
+        raise CliError(f"{source} has no memory: only its disk was kept")
+    return layers_of(found.memory)
 
 
 def _is_as_named(path: Path | None) -> bool:

@@ -1,19 +1,26 @@
-"""Disks by the data plane: the layers of a template, shared by all its sandboxes, under a writable upper for each.
+"""Images by the data plane, `aenv-blockd`: layers shared by all, under a writable upper for each disk.
 
-An image is attached under its sandbox's id, which is the name of the sandbox's folder; its upper lives in that folder.
+A disk is attached under its sandbox's id, which is the name of the sandbox's folder; its upper lives in that folder.
+Memory images are in `memory.py`.
 """
 
 import asyncio
 import shutil
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any, TypeVar
 
 from aenv.errors import AenvError, ImageError, NotFound
-from aenv.images.client import ControlError
+from aenv.images.client import ControlError, Layer, layers_of
 from aenv.images.daemon import BlockDaemon, Run
-from aenv.images.layers import LayerStore, Stack, read_stack
-from aenv.images.protocol import Disk
+from aenv.images.durable import sync_files
+from aenv.images.memory import MemoryImages
+from aenv.images.protocol import Captured, Disk, GuestMemory, Stack
+from aenv.threads import to_its_end
+
+T = TypeVar("T")
 
 UPPER = "upper"
 _BUSY_PAUSES = (0.05, 0.1, 0.2, 0.5)
@@ -23,46 +30,37 @@ _BUSY_PAUSES = (0.05, 0.1, 0.2, 0.5)
 class BlockImages:
     """`ImageStore` over `aenv-blockd`. Close with `aclose`."""
 
-    def __init__(self, *, templates_dir: Path, layers: LayerStore, daemon: BlockDaemon) -> None:
-        self._templates = templates_dir
-        self._layers = layers
+    def __init__(self, daemon: BlockDaemon) -> None:
         self._daemon = daemon
+        self._memory = MemoryImages(daemon)
         self._runs: dict[str, Run] = {}
         """Which daemon serves which disk."""
 
-    async def start(self, in_use: Iterable[Path]) -> None:
+    async def start(self, in_use: Iterable[Path], memory_in_use: Iterable[str]) -> None:
         run = await self._daemon.start()
-        kept = {directory.name for directory in in_use}
-        for image in await run.client.list():
-            name = str(image.get("image"))
-            if name not in kept:
-                await _detach(run, name)
+        disks = {directory.name for directory in in_use}
+        attached = {str(image.get("image")): Path(image.get("path", "")) for image in await run.client.list()}
+        memory = self._memory.take_over(run, attached, set(memory_in_use))
+        for name in attached.keys() - disks - memory:
+            await _detach(run, name)
 
-    async def attach(self, image: str, directory: Path, uid: int) -> Disk:
-        stack = await asyncio.to_thread(read_stack, self._templates / image)
+    async def attach(self, stack: Stack, directory: Path, uid: int) -> Disk:
         run = await self._daemon.running()
-        layers = self._layers.files(stack)
-        attaching = asyncio.ensure_future(
-            run.client.attach(directory.name, layers, upper=directory / UPPER, size=stack.size, owner=uid)
+        attaching = run.client.attach(
+            directory.name, layers_of(stack), upper=directory / UPPER, size=stack.size, owner=uid
         )
         try:
-            attached = await asyncio.shield(attaching)
-        except asyncio.CancelledError:
-            # The daemon does what it was told. Known to be done, it can be undone.
-            with suppress(AenvError):
-                await asyncio.shield(attaching)
-            raise
+            attached = await _to_its_end(attaching)
         except NotFound as error:
-            raise ImageError(f"a layer of image '{image}' is missing; run `aenv setup`: {error.message}") from error
+            raise ImageError(f"a layer of the disk in {directory} is missing: {error.message}") from error
         except AenvError:
             with suppress(AenvError):
                 await self.detach(directory)
             raise
         self._runs[directory.name] = run
-        return _disk(attached.path, stack)
+        return Disk(path=attached.path, size=attached.size)
 
-    async def open(self, image: str, directory: Path) -> Disk:
-        stack = await asyncio.to_thread(read_stack, self._templates / image)
+    async def open(self, directory: Path) -> Disk:
         run = await self._daemon.running()
         try:
             found = await run.client.stat(directory.name)
@@ -71,13 +69,17 @@ class BlockImages:
                 f"the disk in {directory} is gone: the aenv-blockd that served it has ended meanwhile"
             ) from error
         self._runs[directory.name] = run
-        return _disk(Path(found["path"]), stack)
+        return Disk(path=Path(found["path"]), size=int(found["size"]))
+
+    async def layers(self, directory: Path) -> tuple[Path, ...]:
+        about = await self._run_of(directory).client.stat(directory.name)
+        return tuple(Path(layer["path"]) for layer in about["layers"])
+
+    async def seal(self, directory: Path, layer: Path) -> None:
+        await _to_its_end(self._run_of(directory).client.seal(directory.name, layer))
 
     async def lost(self, directory: Path) -> str:
-        run = self._runs.get(directory.name)
-        if run is None:
-            raise ImageError(f"no disk is attached in {directory}")
-        return f"{await run.ended()}, and with it the disk"
+        return f"{await self._run_of(directory).ended()}, and with it the disk"
 
     async def detach(self, directory: Path) -> None:
         self._runs.pop(directory.name, None)
@@ -86,8 +88,56 @@ class BlockImages:
             await _detach(run, directory.name)
         await asyncio.to_thread(shutil.rmtree, directory / UPPER, ignore_errors=True)
 
+    async def open_memory(self, name: str, stack: Stack, user: str) -> Path:
+        return await self._memory.open(name, stack, user)
+
+    async def close_memory(self, name: str, user: str) -> None:
+        self._memory.close(name, user)
+
+    async def capture(self, memory: GuestMemory, base: Stack | None, mapped: int, output: Path) -> Captured:
+        run = await self._daemon.running()
+        capturing = run.client.capture(
+            memory.pid,
+            [asdict(part) for part in memory.ranges],
+            output,
+            size=memory.size,
+            start_time=memory.start_time,
+            base=layers_of(base) if base else (),
+            mapped=mapped if base else None,
+        )
+        return await _to_its_end(capturing)
+
+    async def compact(self, layers: Sequence[Path], output: Path, *, base: bool) -> None:
+        run = await self._daemon.running()
+        await run.client.compact(output, layers=[Layer(path=path) for path in layers], base=base)
+
+    async def compact_disk(self, directory: Path, first: int, last: int, output: Path) -> None:
+        await self._run_of(directory).client.compact(output, image=directory.name, run=(first, last))
+
+    async def make_durable(self, files: Sequence[Path]) -> None:
+        await to_its_end(sync_files, files)
+
     async def aclose(self) -> None:
+        await self._memory.aclose()
         await self._daemon.aclose()
+
+    def _run_of(self, directory: Path) -> Run:
+        run = self._runs.get(directory.name)
+        if run is None:
+            raise ImageError(f"no disk is attached in {directory}")
+        return run
+
+
+async def _to_its_end(call: Coroutine[Any, Any, T]) -> T:
+    """Await a call. The daemon does what it was told also when the caller is cancelled; known to be done, it can be
+    undone."""
+    calling = asyncio.ensure_future(call)
+    try:
+        return await asyncio.shield(calling)
+    except asyncio.CancelledError:
+        with suppress(AenvError):
+            await asyncio.shield(calling)
+        raise
 
 
 async def _detach(run: Run, name: str) -> None:
@@ -107,7 +157,3 @@ async def _detach(run: Run, name: str) -> None:
             if not run.process.ended:
                 raise
     return None
-
-
-def _disk(path: Path, stack: Stack) -> Disk:
-    return Disk(path=path, format="raw", size=stack.size)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from aenv.errors import DeadlineExceeded, ImageError, InsufficientStorage, NotFound
+from aenv.images.protocol import Captured, Stack
 
 MAX_LINE = 1 << 20
 """Bytes of a request or an answer, its newline included."""
@@ -96,17 +97,6 @@ class Made:
     digest: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Captured:
-    """What a capture of memory found, in pages of 4 KiB."""
-
-    dirty_pages: int
-    written_bytes: int
-    zero_pages: int
-    equal_pages: int
-    milliseconds: float
-
-
 class BlockdClient:
     """Calls of one daemon. Close with `aclose`, which leaves the daemon running.
 
@@ -139,11 +129,13 @@ class BlockdClient:
         size: int | None = None,
         target: Literal["auto", "fuse", "ublk"] = "auto",
         owner: int | None = None,
+        shared: bool = False,
         record: bool = False,
         deadline: float = QUICK,
     ) -> Attached:
         """Serve a stack of layers, the lowest first. With `upper`, a directory of its own, it is writable, going on
-        with what an earlier attachment left there. `owner` is the user (and group) who may open it."""
+        with what an earlier attachment left there. `owner` is the user (and group) who may open it; one without upper
+        may be `shared` with all."""
         mode = "sparse" if sparse else "log"
         answer = await self.call(
             "attach",
@@ -153,6 +145,7 @@ class BlockdClient:
             size=size,
             target=target,
             owner=None if owner is None else {"uid": owner, "gid": owner},
+            shared=shared or None,
             record=record or None,
             deadline=deadline,
         )
@@ -227,15 +220,17 @@ class BlockdClient:
         mappings: Sequence[Mapping[str, int]],
         output: Path,
         *,
-        base: Sequence[Layer] = (),
         size: int,
+        start_time: int | None = None,
+        base: Sequence[Layer] = (),
+        mapped: int | None = None,
         digest: bool = False,
         deadline: float = BULK,
     ) -> Captured:
-        """Write the dirty pages of a VMM's guest RAM as one layer. A mapping is `address`, `length` and `offset`, in
-        bytes."""
-        wire = [layer.wire() for layer in base]
-        options = {"pid": pid, "mappings": [dict(m) for m in mappings], "base": wire, "size": size, "digest": digest}
+        """Write what a guest has written to its memory as one layer, to lie on `base`. A mapping is `address`, `length`
+        and `offset`, in bytes; `mapped` is how many layers of `base`, from the lowest, the guest maps (None: all)."""
+        options = {"pid": pid, "start_time": start_time, "mappings": [dict(m) for m in mappings], "size": size}
+        options |= {"base": [layer.wire() for layer in base], "mapped": mapped, "digest": digest}
         return _build(Captured, await self.call("capture", output=str(output), deadline=deadline, **options))
 
     async def working_set(self, image: str, output: Path, *, deadline: float = QUICK) -> None:
@@ -342,6 +337,11 @@ class BlockdClient:
             answer.set_result(ok)
         else:
             answer.set_exception(_error(message.get("error")))
+
+
+def layers_of(stack: Stack) -> list[Layer]:
+    """The layers of a stack as the daemon opens them."""
+    return [Layer(path=path) for path in stack.layers]
 
 
 def _error(given: Any) -> ImageError | NotFound | InsufficientStorage:

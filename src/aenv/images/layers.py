@@ -1,36 +1,20 @@
-"""The layers of a node, by content, and what images are made of.
+"""Layers that templates are built of, by content: ``$AENV_HOME/layers/<sha256>.lsmt``; never changed once there."""
 
-$AENV_HOME/layers/<sha256>.lsmt       sealed overlaybd layers; never changed once there
-$AENV_HOME/templates/<id>/layers.json  {"version": 1, "size": bytes, "layers": ["<sha256>", …]}, the lowest first
-"""
-
-import json
-import os
 import re
 import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
-from aenv.errors import ImageError, NotFound
-from aenv.images.client import BlockdClient, Layer
+from aenv.errors import ImageError
+from aenv.images.client import BlockdClient
+from aenv.images.durable import sync
 
-MANIFEST = "layers.json"
-_VERSION = 1
 _DIGEST = re.compile(r"(?:sha256:)?([0-9a-f]{64})")
 _NEW = ".new-"
 _STALE = 24 * 3600
 _SUFFIX = ".lsmt"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stack:
-    """What an image is made of: digests (hexadecimal SHA-256), the lowest first, and what a guest sees, in bytes."""
-
-    layers: tuple[str, ...]
-    size: int
 
 
 class LayerStore:
@@ -42,10 +26,6 @@ class LayerStore:
     def path(self, digest: str) -> Path:
         """Where the layer of that digest is or would be."""
         return self.directory / f"{digest}{_SUFFIX}"
-
-    def files(self, stack: Stack) -> list[Layer]:
-        """The stack as the daemon opens it."""
-        return [Layer(path=self.path(digest)) for digest in stack.layers]
 
     @contextmanager
     def staged(self) -> Iterator[Path]:
@@ -65,11 +45,7 @@ class LayerStore:
         target = self.path(match[1])
         if not target.exists():
             staged.rename(target)
-            descriptor = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            sync(self.directory)
         return match[1]
 
     async def import_raw(self, client: BlockdClient, raw: Path) -> str:
@@ -90,33 +66,3 @@ def digest_of_name(path: Path) -> str | None:
     """The digest that a layer file's name claims, if it claims one."""
     match = _DIGEST.fullmatch(path.stem)
     return match[1] if match and path.suffix == _SUFFIX else None
-
-
-def read_stack(image: Path) -> Stack:
-    """What the image in a template's folder is made of. Raises NotFound, ImageError."""
-    path = image / MANIFEST
-    try:
-        given = json.loads(path.read_text())
-        layers = tuple(given["layers"])
-        if given["version"] != _VERSION or not layers or not all(_DIGEST.fullmatch(layer) for layer in layers):
-            raise ValueError(f"it is no version {_VERSION} list of layers")
-        return Stack(layers=layers, size=int(given["size"]))
-    except FileNotFoundError as error:
-        if not image.exists():
-            raise NotFound(f"image '{image.name}' does not exist on this node") from error
-        raise ImageError(
-            f"image '{image.name}' has no layers yet, an earlier version made it: run `aenv setup`"
-        ) from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ImageError(f"{path} is damaged ({error}); run `aenv setup`") from error
-
-
-def write_stack(image: Path, stack: Stack) -> None:
-    """Say what an image is made of. It appears at once or not at all; layers must be published before."""
-    fresh = image / f"{MANIFEST}.new"
-    value = {"version": _VERSION, "size": stack.size, "layers": list(stack.layers)}
-    with fresh.open("w") as file:
-        file.write(json.dumps(value, indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    fresh.replace(image / MANIFEST)

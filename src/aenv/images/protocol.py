@@ -33,7 +33,7 @@ class Stack:
 
 @dataclass(frozen=True, slots=True)
 class MemoryRange:
-    """`length` bytes at `address` of a VMM that hold the guest's memory from `offset` on (all in bytes, whole pages)."""
+    """`length` bytes at `address` of a VMM that hold the guest's memory from `offset` on, all in bytes, whole pages."""
 
     address: int
     length: int
@@ -42,7 +42,7 @@ class MemoryRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuestMemory:
-    """The memory of a guest inside its VMM; `start_time` (field 22 of /proc/<pid>/stat) tells the process from others."""
+    """The memory of a guest in its VMM; `start_time` (field 22 of /proc/<pid>/stat) tells the process from others."""
 
     pid: int
     start_time: int
@@ -68,8 +68,8 @@ class ImageStore(Protocol):
     """
 
     async def start(self, in_use: Iterable[Path], memory_in_use: Iterable[str]) -> None:
-        """Make ready; whatever an earlier server attached, but the disks of these folders and the memory images of these
-        names, is given up. Called once, first."""
+        """Make ready; whatever an earlier server attached, but the disks of these folders and the memory images of
+        these names, is given up. Called once, first."""
         ...
 
     async def attach(self, stack: Stack, directory: Path, uid: int) -> Disk:
@@ -86,8 +86,8 @@ class ImageStore(Protocol):
         ...
 
     async def seal(self, directory: Path, layer: Path) -> None:
-        """Turn what was written to the live disk in `directory` into the file `layer`, on top of its stack; the disk goes
-        on. Everything written before the call is in the layer; it is on stable storage soon, not yet on return."""
+        """Turn what was written to the live disk in `directory` into the file `layer`, on top of its stack; the disk
+        goes on. Everything written before the call is in the layer; it is on stable storage soon, not yet on return."""
         ...
 
     async def lost(self, directory: Path) -> str:

@@ -1,4 +1,4 @@
-"""Which image store a node has, and how a template's image gets into it."""
+"""The image store of a node, and how a root file system gets into it."""
 
 import asyncio
 import platform
@@ -9,54 +9,34 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from aenv.config import Settings
-from aenv.errors import ImageError, ProvisionError
-from aenv.images import plain
+from aenv.errors import ProvisionError
 from aenv.images.blockd import BlockImages
 from aenv.images.client import BlockdClient
 from aenv.images.daemon import BlockDaemon, Places
-from aenv.images.layers import LayerStore, Stack, read_stack, write_stack
-from aenv.images.plain import PlainImages
+from aenv.images.layers import LayerStore
 from aenv.images.protocol import ImageStore
 
 
 def make_store(settings: Settings) -> ImageStore:
-    """The store that the settings name, not started yet. Raises ProvisionError."""
-    if settings.images.store == "plain":
-        return PlainImages(settings.templates_dir)
+    """The store of the node that the settings describe, not started yet. Raises ProvisionError."""
     daemon = BlockDaemon(
         places=Places.of_home(settings.home),
         binary=find_blockd(settings),
         cache_bytes=settings.images.cache_mb << 20,
         ublk=settings.images.ublk == "auto",
     )
-    return BlockImages(templates_dir=settings.templates_dir, layers=LayerStore(settings.layers_dir), daemon=daemon)
+    return BlockImages(daemon)
 
 
-async def prepare(settings: Settings, directory: Path, final: Path) -> None:
-    """Make what the store needs of the root file system in `directory`, a template's folder that is or will be `final`.
+async def import_layer(settings: Settings, raw: Path) -> Path:
+    """The layer with the content of a raw image, made if there is none yet, on stable storage.
 
-    What is there already is left as it is: a template of an earlier version, or one whose layer was deleted,
-    is completed in place. Raises ImageError, ProvisionError, InsufficientStorage, DeadlineExceeded.
+    Raises ImageError, ProvisionError, InsufficientStorage, DeadlineExceeded.
     """
-    if not (directory / plain.OVERLAY).exists():
-        await plain.prepare(directory, final)
-    if settings.images.store != "blockd":
-        return
     layers = LayerStore(settings.layers_dir)
     await asyncio.to_thread(layers.sweep)
-    if await asyncio.to_thread(_complete, directory, layers):
-        return
-    raw = directory / plain.ROOTFS
     async with scratch_daemon(settings) as client:
-        digest = await layers.import_raw(client, raw)
-    await asyncio.to_thread(write_stack, directory, Stack(layers=(digest,), size=raw.stat().st_size))
-
-
-def _complete(directory: Path, layers: LayerStore) -> bool:
-    try:
-        return all(layers.path(digest).exists() for digest in read_stack(directory).layers)
-    except ImageError:
-        return False
+        return layers.path(await layers.import_raw(client, raw))
 
 
 def find_blockd(settings: Settings) -> Path:
