@@ -23,6 +23,7 @@ from aenv.images.store import make_store
 from aenv.network.pool import SlotPool
 from aenv.network.protocol import Network
 from aenv.observability import logs
+from aenv.orchestrator.capture import Capturer
 from aenv.orchestrator.launcher import Launcher
 from aenv.orchestrator.service import Orchestrator
 from aenv.orchestrator.store import Store
@@ -93,6 +94,7 @@ async def node(
         tokens=tokens,
     )
     orchestrator = Orchestrator(
+        capturer=Capturer(vmm=vmm, images=images, guest=guest),
         settings=settings,
         store=await asyncio.to_thread(Store, settings.state_db),
         launcher=launcher,

@@ -1,23 +1,33 @@
-"""Carries out LAUNCH, adoption and TEAR_DOWN: the only code that makes and releases what a sandbox holds."""
+"""Launches, adoption and release: the only code that makes and gives back what a run holds."""
 
 import asyncio
 import shutil
-import time
-from collections.abc import Awaitable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Awaitable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from aenv.config import Settings
-from aenv.errors import DeadlineExceeded, ImageError, InfrastructureError, InsufficientStorage, Unavailable, VmmError
+from aenv.errors import (
+    Conflict,
+    DeadlineExceeded,
+    ImageError,
+    InfrastructureError,
+    InsufficientStorage,
+    Unavailable,
+    VmmError,
+)
 from aenv.guest.envd import GuestClient, GuestInit
 from aenv.guest.provision import GuestBundle
-from aenv.images.protocol import Disk, ImageStore
+from aenv.images.protocol import Disk, ImageStore, Stack
 from aenv.lifecycle.events import DiskLost, VmmExited
-from aenv.network.protocol import Network, Slot
+from aenv.network.protocol import EgressPolicy, Network, Slot
+from aenv.orchestrator.host import host_boot_id
 from aenv.orchestrator.record import Record
+from aenv.orchestrator.run import Run
 from aenv.orchestrator.tokens import Tokens
+from aenv.snapshots.checkpoint import Checkpoint, Requirements
+from aenv.templates.models import Template
 from aenv.threads import to_its_end
 from aenv.vmm.console import last_words
 from aenv.vmm.protocol import Vm, Vmm, VmSpec
@@ -26,27 +36,8 @@ CONSOLE_LINES = 5
 """Of a guest that does not become ready, in the error."""
 
 
-@dataclass(slots=True)
-class Held:
-    """What one sandbox holds of the node right now."""
-
-    slot: Slot | None = None
-    vm: Vm | None = None
-    timings: dict[str, float] = field(default_factory=dict)
-    """Milliseconds of each step of the launch."""
-
-    @contextmanager
-    def timed(self, step: str) -> Iterator[None]:
-        """Note how long the block takes."""
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.timings[step] = round((time.perf_counter() - began) * 1000, 3)
-
-
 class Launcher:
-    """Owns no sandbox; knows the order in which its parts come up and go down."""
+    """Owns no run; knows the order in which its parts come up and go down."""
 
     def __init__(
         self,
@@ -72,36 +63,108 @@ class Launcher:
         """The sandbox's own folder."""
         return self._settings.sandboxes_dir / sandbox_id
 
-    async def launch(self, record: Record, held: Held) -> None:
-        """Boot the guest and make it ready, noting in `held` whatever now needs releasing.
+    def new_run(self, sandbox_id: str, number: int) -> Run:
+        """A run that holds nothing yet."""
+        name = f"{sandbox_id}.{number}"
+        directory = self.directory(sandbox_id) / name
+        return Run(name=name, directory=directory, boot_id=host_boot_id(), kernel=self._bundle.digest)
 
-        Raises an InfrastructureError. On an error or cancellation the caller tears down.
+    async def start(
+        self, run: Run, template: Template, egress: EgressPolicy, source: Checkpoint, *, boot: bool = False
+    ) -> None:
+        """Have the guest of `source` go on, or boot from its disk (with `boot`, and where only a disk was kept); return
+        when it runs and, if booted, its daemon answers. Notes in `run` whatever now needs releasing.
+
+        Raises Conflict if this node cannot run what was saved, and InfrastructureErrors. On an error or cancellation
+        the caller releases.
         """
-        limits = self._settings.orchestrator
+        memory = None if boot else source.manifest.memory
+        if memory is not None:
+            await self._check(memory.requires)
+        deadline = self._settings.orchestrator.create_deadline
         try:
-            async with asyncio.timeout(limits.create_deadline), self._booting:
-                with held.timed("slot"):
-                    held.slot = await self._network.acquire(record.spec.egress)
-                with held.timed("disk"):
-                    disk = await self._make_disk(record, held.slot)
-                with held.timed("vmm"):
-                    held.vm = await self._vmm.boot(self._vm_spec(record, held.slot, disk))
-                with held.timed("guest"):
-                    await self._wait_ready(record, held, held.vm, held.slot.address)
-                with held.timed("init"):
-                    greeting = self._guest.init(held.slot.address, self._guest_init(record))
-                    await self._unless_ended(record, held, greeting)
+            async with asyncio.timeout(deadline):
+                with run.timed("slot"):
+                    run.slot = await self._network.acquire(egress)
+                with run.timed("disk"):
+                    disk = await self._make_disk(run, run.slot, source, memory=memory is not None)
+                if memory is None:
+                    async with self._booting:
+                        await self._boot(run, template, run.slot, disk)
+                else:
+                    await self._restore(run, template, run.slot, disk, source)
         except TimeoutError:
             raise Unavailable(
-                f"the sandbox was not ready within {limits.create_deadline:g} s: the node is busy; try again, "
+                f"the sandbox was not ready within {deadline:g} s: the node is busy; try again, "
                 "or raise orchestrator.create_deadline"
             ) from None
 
-    async def _wait_ready(self, record: Record, held: Held, vm: Vm, address: str) -> None:
+    async def greet(self, run: Run, record: Record, guest: str | None) -> None:
+        """Give the guest its identity. `guest` is the sandbox whose token its daemon wants, if it has one."""
+        assert run.slot is not None
+        init = GuestInit(
+            sandbox_id=record.id,
+            template_id=record.template.id,
+            generation=record.generation,
+            hostname=record.id,
+            access_token=self._tokens.envd(record.id) if record.spec.secure else None,
+            env_vars={**record.template.env, **record.spec.env_vars},
+            default_user=record.template.user,
+            default_workdir=record.template.workdir,
+        )
+        with run.timed("init"):
+            deadline = self._settings.orchestrator.boot_deadline
+            await self._unless_ended(run, self._guest.greet(run.slot.address, init, self.token(guest), deadline))
+
+    def token(self, guest: str | None) -> str | None:
+        """What the daemon of this sandbox's guest wants to be told, if anything."""
+        return None if guest is None else self._tokens.envd(guest)
+
+    async def _boot(self, run: Run, template: Template, slot: Slot, disk: Disk) -> None:
+        with run.timed("vmm"):
+            run.vm = await self._vmm.boot(self._vm_spec(run, template, slot, disk, None))
+        with run.timed("guest"):
+            await self._wait_ready(run, run.vm, slot.address)
+
+    async def _restore(self, run: Run, template: Template, slot: Slot, disk: Disk, source: Checkpoint) -> None:
+        assert source.memory is not None
+        assert run.image is not None
+        with run.timed("memory"):
+            memory = await self._images.open_memory(
+                run.image, Stack(layers=tuple(run.memory), size=source.memory.size), run.name
+            )
+        with run.timed("vmm"):
+            run.vm = await self._vmm.prepare(self._vm_spec(run, template, slot, disk, memory))
+        with run.timed("load"):
+            await run.vm.load(await asyncio.to_thread(source.state))
+            await run.vm.thaw()
+
+    async def requirements(self, kernel: str, vcpus: int) -> Requirements:
+        """What a guest saved here now needs to go on."""
+        info = await self._vmm.info()
+        return Requirements(
+            driver=info.driver, version=info.version, accel=info.accel, cpu=info.cpu, kernel=kernel, vcpus=vcpus
+        )
+
+    async def can_restore(self, wanted: Requirements) -> bool:
+        """Whether a guest saved with these requirements is what would be saved here now, kernel included."""
+        return wanted == await self.requirements(self._bundle.digest, wanted.vcpus)
+
+    async def _check(self, wanted: Requirements) -> None:
+        here = await self.requirements(wanted.kernel, wanted.vcpus)
+        for what in ("driver", "version", "accel", "cpu"):
+            needs, has = getattr(wanted, what), getattr(here, what)
+            if needs != has:
+                raise Conflict(
+                    f"the saved memory needs the VMM's {what} to be {needs!r}, this node has {has!r}: resume it with "
+                    "memory: false, which boots from its disk, or on a node like the one it was saved on"
+                )
+
+    async def _wait_ready(self, run: Run, vm: Vm, address: str) -> None:
         """Return when the guest's daemon answers; say in the error how far the guest came."""
         answer = self._guest.wait_ready(address, self._settings.orchestrator.boot_deadline)
         try:
-            await self._unless_ended(record, held, answer)
+            await self._unless_ended(run, answer)
         except DeadlineExceeded as error:
             console = b""
             with suppress(InfrastructureError):
@@ -109,11 +172,11 @@ class Launcher:
             said = last_words(console, CONSOLE_LINES) or "its console says nothing"
             raise DeadlineExceeded(f"{error.message}; {said}") from error
 
-    async def ended(self, record: Record, held: Held) -> VmmExited | DiskLost:
+    async def ended(self, run: Run) -> VmmExited | DiskLost:
         """Return when the guest cannot go on, with the event that says why."""
-        assert held.vm is not None
-        exiting = asyncio.ensure_future(held.vm.wait())
-        losing = asyncio.ensure_future(self._images.lost(self.directory(record.id)))
+        assert run.vm is not None
+        exiting = asyncio.ensure_future(run.vm.wait())
+        losing = asyncio.ensure_future(self._images.lost(run.directory))
         try:
             await asyncio.wait((exiting, losing), return_when=asyncio.FIRST_COMPLETED)
             if exiting.done():
@@ -124,10 +187,10 @@ class Launcher:
         finally:
             await _cancelled(exiting, losing)
 
-    async def _unless_ended(self, record: Record, held: Held, work: Awaitable[None]) -> None:
+    async def _unless_ended(self, run: Run, work: Awaitable[None]) -> None:
         """Await `work`, but raise VmmError as soon as the guest cannot go on."""
         working = asyncio.ensure_future(work)
-        ending = asyncio.ensure_future(self.ended(record, held))
+        ending = asyncio.ensure_future(self.ended(run))
         try:
             await asyncio.wait((working, ending), return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
@@ -137,64 +200,68 @@ class Launcher:
         finally:
             await _cancelled(working, ending)
 
-    async def adopt(self, record: Record, held: Held) -> None:
-        """Take over the VMM a previous server started. Raises an InfrastructureError; the caller then tears down."""
-        if record.slot is None or record.vm is None:
-            raise VmmError("the record names no VMM")
-        held.slot = self._network.adopted(record.slot)
-        disk = await self._images.open(record.template.id, self.directory(record.id))
-        held.vm = await self._vmm.adopt(self._vm_spec(record, held.slot, disk), record.vm)
+    def run_of(self, record: Record) -> Run:
+        """The run a previous server began, to be adopted. Raises VmmError."""
+        if record.run is None:
+            raise VmmError("the record names no run")
+        return Run.of_record(record.run, self.directory(record.id) / record.run.name)
 
-    async def tear_down(self, record: Record, held: Held) -> None:
-        """Release everything, in the order that makes it safe. Idempotent: a failed try is simply repeated."""
+    async def adopt(self, run: Run, record: Record) -> None:
+        """Take it over. Raises an InfrastructureError; the caller then sweeps the VMM and releases the rest."""
+        assert record.run is not None
+        run.slot = self._network.adopted(record.run.slot)
+        disk = await self._images.open(run.directory)
+        # A seal that was under way when the server ended has happened or not: who serves the disk knows.
+        run.disk = list(await self._images.layers(run.directory))
+        memory = None
+        if run.image is not None:
+            mapped = Stack(layers=tuple(run.memory[: run.mapped]), size=record.template.memory_mb << 20)
+            memory = await self._images.open_memory(run.image, mapped, run.name)
+        spec = self._vm_spec(run, record.template, run.slot, disk, memory)
+        run.vm = await self._vmm.adopt(spec, record.run.vm)
+
+    async def release(self, run: Run) -> None:
+        """Give back everything, in the order that makes it safe. Idempotent: a failed try is simply repeated."""
         async with asyncio.timeout(self._settings.orchestrator.kill_deadline):
-            if held.vm is not None:
-                await held.vm.kill()
-                held.vm = None
-            if held.slot is not None:
-                await self._network.release(held.slot)
-                held.slot = None
-            await self._images.detach(self.directory(record.id))
-            await to_its_end(remove_folder, self.directory(record.id))
+            if run.vm is not None:
+                await run.vm.kill()
+                run.vm = None
+            if run.slot is not None:
+                await self._network.release(run.slot)
+                run.slot = None
+            await self._images.detach(run.directory)
+            if run.image is not None:
+                await self._images.close_memory(run.image, run.name)
+            await to_its_end(remove_folder, run.directory)
 
-    async def _make_disk(self, record: Record, slot: Slot) -> Disk:
-        directory = self.directory(record.id)
+    async def _make_disk(self, run: Run, slot: Slot, source: Checkpoint, *, memory: bool) -> Disk:
         try:
-            await to_its_end(directory.mkdir, mode=0o700, parents=True)
+            await to_its_end(run.begin_with, source, memory=memory)
         except OSError as error:
-            raise InsufficientStorage(f"cannot make {directory}: {error}") from error
-        return await self._images.attach(record.template.id, directory, self._uid(slot))
+            raise InsufficientStorage(f"cannot make {run.directory}: {error}") from error
+        stack = Stack(layers=tuple(run.disk), size=run.disk_size)
+        return await self._images.attach(stack, run.directory, self._uid(slot))
 
     def _uid(self, slot: Slot) -> int:
         return self._settings.vmm.uid_base + slot.index
 
-    def _vm_spec(self, record: Record, slot: Slot, disk: Disk) -> VmSpec:
+    def _vm_spec(self, run: Run, template: Template, slot: Slot, disk: Disk, memory: Path | None) -> VmSpec:
         return VmSpec(
-            sandbox_id=record.id,
-            directory=self.directory(record.id),
+            sandbox_id=run.name,
+            directory=run.directory,
             uid=self._uid(slot),
-            vcpus=record.template.cpu_count,
-            memory_mb=record.template.memory_mb,
+            vcpus=template.cpu_count,
+            memory_mb=template.memory_mb,
             kernel=self._bundle.kernel,
             initramfs=self._bundle.initramfs,
-            hostname=record.id,
+            # A label of the guest until it gets its identity.
+            hostname=run.name.partition(".")[0],
             disk=disk,
             netns=slot.netns,
             tap=slot.tap,
             mac=slot.mac,
             address=slot.address,
-        )
-
-    def _guest_init(self, record: Record) -> GuestInit:
-        return GuestInit(
-            sandbox_id=record.id,
-            template_id=record.template.id,
-            generation=record.generation,
-            hostname=record.id,
-            access_token=self._tokens.envd(record.id) if record.spec.secure else None,
-            env_vars={**record.template.env, **record.spec.env_vars},
-            default_user=record.template.user,
-            default_workdir=record.template.workdir,
+            memory=memory,
         )
 
 

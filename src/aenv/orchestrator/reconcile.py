@@ -1,6 +1,7 @@
 """The start of a server after any end of the previous one: the node is the truth, the rows follow it.
 
-Every row that is not ended is adopted or ended with its reason; every VMM, slot and folder without one is removed.
+Every row that is not ended is adopted or ended with its reason; every VMM, slot, image and folder without one is
+removed. What was in flight has not happened: a sandbox that was running runs on, one that was paused stays so.
 """
 
 import asyncio
@@ -11,23 +12,21 @@ import structlog
 
 from aenv.errors import AenvError, ConfigError, InfrastructureError
 from aenv.images.protocol import ImageStore
-from aenv.lifecycle.events import Adopted, HostRestarted, Orphaned
-from aenv.lifecycle.states import RUNNING
+from aenv.lifecycle.events import Adopted, HostRestarted, Orphaned, StateLost
+from aenv.lifecycle.states import Stable
 from aenv.network.protocol import Network
+from aenv.orchestrator.host import host_boot_id
 from aenv.orchestrator.launcher import remove_folder
+from aenv.orchestrator.operations import Operations
 from aenv.orchestrator.record import Record
 from aenv.orchestrator.runner import Runner
+from aenv.snapshots.checkpoint import read
 from aenv.vmm.protocol import Vmm
 
 log = structlog.get_logger(__name__)
 
 ADOPTIONS = 16
 """At the same time: a VMM that does not answer takes its whole deadline."""
-
-
-def host_boot_id() -> str:
-    """Changes at every boot of the host: what ran under another one cannot run any more."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 async def reconcile(
@@ -37,17 +36,25 @@ async def reconcile(
     vmm: Vmm,
     network: Network,
     images: ImageStore,
+    operations: Operations,
     make_runner: Callable[[Record], Runner],
 ) -> None:
     """Bring the node and `records` (all rows not ended) together. Raises only what makes the node unusable."""
     boot_id = host_boot_id()
     candidates = {
-        r.id: r for r in records if r.life.position == RUNNING and r.boot_id == boot_id and r.vm and r.slot is not None
+        r.id: r
+        for r in records
+        if r.life.position.stable is Stable.RUNNING and r.run is not None and r.run.boot_id == boot_id
     }
+    runs = {r.id: r.run for r in candidates.values() if r.run is not None}
     await _sweep(vmm, candidates.values())
-    await network.start({r.slot: r.spec.egress for r in candidates.values() if r.slot is not None})
-    await images.start([sandboxes_dir / sandbox_id for sandbox_id in candidates])
-    await asyncio.to_thread(_remove_folders, sandboxes_dir, {record.id for record in records})
+    await network.start({run.slot: candidates[sandbox_id].spec.egress for sandbox_id, run in runs.items()})
+    await images.start(
+        [sandboxes_dir / sandbox_id / run.name for sandbox_id, run in runs.items()],
+        {run.image for run in runs.values() if run.image is not None},
+    )
+    kept = {r.id: {name for name in (r.run and r.run.name, r.rest and r.rest.folder) if name} for r in records}
+    await asyncio.to_thread(_remove_folders, sandboxes_dir, kept)
 
     runners = {record.id: make_runner(record) for record in records}
     failures = await _adopt([runners[sandbox_id] for sandbox_id in candidates])
@@ -56,14 +63,33 @@ async def reconcile(
 
     for record in records:
         runner = runners[record.id]
-        if record.boot_id != boot_id:
-            runner.post(HostRestarted())
+        if record.life.position.stable is Stable.PAUSED:
+            await _rest(runner, sandboxes_dir / record.id, boot_id, operations)
         elif record.id in failures:
             runner.post(Orphaned(f"its VMM could not be taken over: {failures[record.id]}"))
         elif record.id in candidates:
             runner.post(Adopted())
+        elif record.run is not None and record.run.boot_id != boot_id:
+            runner.post(HostRestarted())
         else:
             runner.post(Orphaned(f"the server ended while it was {record.life.position.operation}"))
+
+
+async def _rest(runner: Runner, folder: Path, boot_id: str, operations: Operations) -> None:
+    """Judge a paused sandbox by what was kept of it."""
+    rest = runner.record.rest
+    try:
+        if rest is None:
+            raise InfrastructureError("the record names no state")
+        if not rest.durable and rest.boot_id != boot_id:
+            raise InfrastructureError("the host went down before it had reached stable storage")
+        kept = await asyncio.to_thread(read, folder / rest.folder)
+    except AenvError as error:
+        runner.post(StateLost(error.message))
+        return
+    runner.post(Adopted())
+    if not rest.durable:
+        runner.later(operations.make_durable(runner, kept))
 
 
 async def _adopt(runners: list[Runner]) -> dict[str, str]:
@@ -85,19 +111,23 @@ async def _adopt(runners: list[Runner]) -> dict[str, str]:
 
 
 async def _sweep(vmm: Vmm, keep: Iterable[Record]) -> None:
-    killed = await vmm.sweep(frozenset(record.vm for record in keep if record.vm))
+    killed = await vmm.sweep(frozenset(record.run.vm for record in keep if record.run))
     if killed:
         log.info("reconcile.swept", vmms=killed)
 
 
-def _remove_folders(sandboxes_dir: Path, known: set[str]) -> None:
+def _remove_folders(sandboxes_dir: Path, kept: dict[str, set[str]]) -> None:
+    """Remove the folders of unknown sandboxes, and those of a known one that its record does not name."""
     try:
         sandboxes_dir.mkdir(mode=0o711, parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"cannot make {sandboxes_dir}: {error}") from error
-    for folder in sandboxes_dir.iterdir():
-        if folder.name not in known:
-            try:
-                remove_folder(folder)
-            except InfrastructureError as error:
-                log.warning("reconcile.folder_stays", error=error.message)
+    doomed = [folder for folder in sandboxes_dir.iterdir() if folder.name not in kept]
+    for sandbox_id, names in kept.items():
+        if (folder := sandboxes_dir / sandbox_id).is_dir():
+            doomed += [part for part in folder.iterdir() if part.name not in names]
+    for folder in doomed:
+        try:
+            remove_folder(folder)
+        except InfrastructureError as error:
+            log.warning("reconcile.folder_stays", error=error.message)

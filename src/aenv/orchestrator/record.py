@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
-from typing import Any
+from typing import Any, Literal
 
 from aenv.lifecycle.states import EndReason, Life, Operation, Position, Stable
 from aenv.network.protocol import EgressPolicy
@@ -13,12 +13,47 @@ from aenv.orchestrator.tokens import Tokens
 from aenv.templates.models import Template
 from aenv.vmm.protocol import VmHandle
 
+PauseMode = Literal["full", "filesystem"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """One launch of a sandbox, from a start to the next pause, rollback or end: what a new server needs to adopt it.
+
+    `name` is its folder's, `boot_id` the host's at its start. `disk` and `memory` name the layer files in that folder,
+    the lowest first; the VMM maps the `mapped` lowest of `memory` as the memory image `image`, the others were captured
+    since. A guest that was booted maps none. `kernel` is the digest of the bundle it was booted from, by whichever run.
+    """
+
+    name: str
+    boot_id: str
+    slot: int
+    vm: VmHandle
+    kernel: str
+    disk: tuple[str, ...]
+    disk_size: int
+    memory: tuple[str, ...] = ()
+    mapped: int = 0
+    image: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rest:
+    """What a paused sandbox is kept as: the checkpoint `folder` in its own folder. `durable` once it is on stable
+    storage: until then a crash of the host, so a change of its `boot_id`, may have lost it."""
+
+    folder: str
+    mode: PauseMode
+    boot_id: str
+    durable: bool = False
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
     """Everything needed to run, show and, after a restart of the server, adopt one sandbox.
 
-    `slot` and `vm` are set while it has them; `boot_id` is the host's at the time it was started.
+    `run` is set while it runs, `rest` while it is paused (both while it changes from one to the other). `parent` is the
+    sandbox whose state it began with. `launches` counts its runs.
     """
 
     id: str
@@ -27,10 +62,11 @@ class Record:
     generation: str
     started_at: datetime
     end_at: datetime
-    boot_id: str
+    parent: str | None = None
     life: Life = Life()  # noqa: RUF009 (frozen)
-    slot: int | None = None
-    vm: VmHandle | None = None
+    run: RunRecord | None = None
+    rest: Rest | None = None
+    launches: int = 0
     ended_at: datetime | None = None
     timings: Mapping[str, float] = field(default_factory=dict)
 
@@ -52,7 +88,10 @@ class Record:
             traffic_token=None if self.public else tokens.traffic(self.id),
             metadata=self.spec.metadata,
             env_vars=self.spec.env_vars,
-            on_timeout="pause" if self.spec.auto_pause else "kill",
+            on_timeout=self.spec.on_timeout,
+            auto_resume=self.spec.auto_resume,
+            pause_mode=self.rest.mode if self.rest and self.life.position.stable is Stable.PAUSED else None,
+            parent=self.parent,
             allow_internet_access=self.spec.allow_internet_access,
             network=self.spec.network,
             generation=self.generation,
@@ -102,11 +141,19 @@ def from_json(text: str) -> Record:
     for key in ("started_at", "end_at", "ended_at"):
         document[key] = datetime.fromisoformat(document[key]) if document[key] else None
     return replace(
-        Record(**document | {"spec": CreateSpec(**spec), "template": Template(**template), "life": Life(), "vm": None}),
+        Record(
+            **document | {"spec": CreateSpec(**spec), "template": Template(**template), "life": Life(), "run": None}
+        ),
         life=Life(
             Position(Stable(position["stable"]), Operation(position["operation"]) if position["operation"] else None),
             EndReason(life["reason"]) if life["reason"] else None,
             life["detail"],
         ),
-        vm=VmHandle(**document["vm"]) if document["vm"] else None,
+        run=_run(document["run"]) if document["run"] else None,
+        rest=Rest(**document["rest"]) if document["rest"] else None,
     )
+
+
+def _run(document: dict[str, Any]) -> RunRecord:
+    layers = {key: tuple(document[key]) for key in ("disk", "memory")}
+    return RunRecord(**document | layers | {"vm": VmHandle(**document["vm"])})

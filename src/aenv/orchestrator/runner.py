@@ -1,42 +1,67 @@
 """One sandbox's runner: takes events, steps the machine, writes the record, carries out the instructions.
 
-`post` is synchronous, so the transitions of a sandbox are serialised by the event loop itself. What takes time runs as
-tasks of the orchestrator's task group; every task reports back with an event.
+`post` is synchronous, so the transitions of a sandbox are serialised by the event loop itself. What takes time is a job
+(see `operations`), run as a task of the orchestrator's task group, that reports back with an event.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import structlog
 
 from aenv.errors import AenvError, Conflict, InfrastructureError, Unavailable
 from aenv.lifecycle.events import (
+    CaptureFailed,
     CreateRequested,
+    DiskLost,
     Event,
     Expired,
     Faulted,
     Launched,
     LaunchFailed,
+    Paused,
+    PauseFailed,
+    PauseRequested,
+    Resumed,
+    ResumeFailed,
+    RollbackFailed,
+    RolledBack,
     TornDown,
     TtlChanged,
+    VmmExited,
 )
 from aenv.lifecycle.instructions import Instruction
 from aenv.lifecycle.machine import step
-from aenv.lifecycle.states import CREATING, EndReason, Stable
-from aenv.orchestrator.launcher import Held, Launcher
+from aenv.lifecycle.states import CREATING, RUNNING, EndReason, Operation, Stable
+from aenv.orchestrator.launcher import Launcher, remove_folder
 from aenv.orchestrator.record import Record
+from aenv.orchestrator.run import Run
 from aenv.orchestrator.store import LoggedEvent, Store
+from aenv.threads import to_its_end
 
 log = structlog.get_logger(__name__)
 
-TEAR_DOWN_RETRIES = (0.1, 1.0, 5.0)
+RELEASE_RETRIES = (0.1, 1.0, 5.0)
 """Seconds between tries to release what a sandbox holds; after the last, the next start of the server sweeps it."""
+PAUSE_AGAIN = timedelta(seconds=30)
+"""Until the next try, after a pause at the end of a TTL failed."""
+JOBS: dict[Instruction, type[Event]] = {
+    Instruction.LAUNCH: LaunchFailed,
+    Instruction.PAUSE: PauseFailed,
+    Instruction.RESUME: ResumeFailed,
+    Instruction.CAPTURE: CaptureFailed,
+    Instruction.ROLL_BACK: RollbackFailed,
+}
+"""The orders that take time, and what is reported when one fails."""
+
+Job = Callable[["Runner"], Awaitable[Event]]
+"""Does what was asked for and returns the event that says so. Raises AenvError if it could not and nothing changed."""
 
 
 class Runner:
-    """Owns one sandbox from its first event to its end."""
+    """Owns one sandbox from its first event to its end. `run` is the launch it is on; jobs set it with `go_on`."""
 
     def __init__(
         self,
@@ -45,23 +70,31 @@ class Runner:
         launcher: Launcher,
         store: Store,
         tasks: asyncio.TaskGroup,
+        at_timeout: Job,
         on_change: Callable[["Runner"], None],
         on_unwritten: Callable[["Runner"], None],
     ) -> None:
         self.record = record
-        self.held = Held()
+        self.run: Run | None = None
         self._launcher = launcher
         self._store = store
         self._tasks = tasks
+        self._at_timeout = at_timeout
         self._on_change = on_change
         self._on_unwritten = on_unwritten
-        self._settled = asyncio.Event()
-        self._gone = asyncio.Event()
-        self._error: AenvError | None = None
-        self._launch: asyncio.Task[None] | None = None
+        self._moved = asyncio.Event()
+        self._job: tuple[Job, asyncio.Future[None]] | None = None
+        self._working: asyncio.Task[None] | None = None
         self._watch: asyncio.Task[None] | None = None
+        self._releases: set[asyncio.Task[str | None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._written: asyncio.Future[None] | None = None
+        self._launch_error: AenvError | None = None
+
+    @property
+    def operation(self) -> Operation | None:
+        """What is in flight."""
+        return self.record.life.position.operation
 
     def post(self, event: Event) -> None:
         """Take one event. Raises IllegalTransition for one that makes no sense now."""
@@ -71,34 +104,60 @@ class Runner:
         detail = {"detail": event.detail} if event.detail else {}
         log.info(f"sandbox.{type(event).__name__}", id=self.record.id, position=str(life.position), **detail)
         self._write(event)
-        if life.position != CREATING:
-            self._settled.set()
-        if life.position.stable is Stable.ENDED and life.position.operation is None:
-            self._gone.set()
+        moved, self._moved = self._moved, asyncio.Event()
+        moved.set()
         for order in orders:
             self._carry_out(order)
         self._on_change(self)
 
+    async def carry_out(self, event: Event, job: Job) -> None:
+        """Begin what `event` asks for and return when `job` has done it and that is written; raise why it has not.
+
+        Raises IllegalTransition at once. Once begun it goes on, also if the caller is cancelled.
+        """
+        await asyncio.shield(self.begin(event, job))
+        await self._flushed()
+
+    def begin(self, event: Event, job: Job) -> "asyncio.Future[None]":
+        """Begin what `event` asks for; done when `job` has done it, or failed."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        done.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody may be waiting
+        self._job = job, done
+        self.post(event)
+        return done
+
+    async def settled(self) -> None:
+        """Return when nothing is in flight, or the end has begun."""
+        while self.operation not in (None, Operation.KILLING):
+            await self._moved.wait()
+
     async def ready(self) -> None:
         """Return when it runs and that is written; raise why it does not."""
-        await self._settled.wait()
-        if self._error is not None:
-            raise self._error
-        life = self.record.life
-        if not life.visible:
-            message = f"sandbox {self.record.id} ended while it was created: {life.reason} {life.detail}".rstrip()
-            match life.reason:
-                case EndReason.KILLED:
-                    raise Conflict(message)
-                case EndReason.SERVER_RESTART:
-                    raise Unavailable(f"{message}; try again in a moment")
-                case _:
-                    raise InfrastructureError(message)
+        while self.record.life.position == CREATING:
+            await self._moved.wait()
+        if self._launch_error is not None:
+            raise self._launch_error
+        self.check_alive("was created")
         await self._flushed()
+
+    def check_alive(self, what: str) -> None:
+        """Raise what tells a client that its sandbox ended while it `what`."""
+        life = self.record.life
+        if life.visible:
+            return
+        message = f"sandbox {self.record.id} ended while it {what}: {life.reason} {life.detail}".rstrip()
+        match life.reason:
+            case EndReason.KILLED:
+                raise Conflict(message)
+            case EndReason.SERVER_RESTART:
+                raise Unavailable(f"{message}; try again in a moment")
+            case _:
+                raise InfrastructureError(message)
 
     async def gone(self) -> None:
         """Return when nothing of it is left."""
-        await self._gone.wait()
+        while self.record.life.position.stable is not Stable.ENDED or self.operation is not None:
+            await self._moved.wait()
 
     async def set_end(self, end_at: datetime) -> None:
         """Move the TTL's end and return when that is written. On an error the end is what it was."""
@@ -115,18 +174,47 @@ class Runner:
         self.record = replace(self.record, end_at=end_at)
         self.post(TtlChanged(end_at.isoformat()))
 
+    def go_on(self, run: Run) -> None:
+        """`run` is what it is on from now on; the one before is released."""
+        before, self.run = self.run, run
+        self._stop_watching()
+        self.record = replace(self.record, run=run.record(), timings=dict(run.timings))
+        self._watch = self._tasks.create_task(self._watch_run(run), name=f"watch {run.name}")
+        if before is not None and before is not run:
+            self.let_go(before)
+
+    def let_go(self, run: Run) -> None:
+        """Release a run it is not on, or no longer. Goes on by itself."""
+        if run is self.run:
+            self._stop_watching()
+            self.run = None
+        release = self._tasks.create_task(self._release(run), name=f"release {run.name}")
+        self._releases.add(release)
+        release.add_done_callback(self._releases.discard)
+
+    def later(self, work: Coroutine[None, None, None]) -> None:
+        """Do this beside everything else, as a task of the orchestrator's. It must raise nothing."""
+        self._tasks.create_task(work, name=f"later {self.record.id}")
+
     async def adopt(self) -> None:
-        """Take over its VMM after a restart of the server. Raises an InfrastructureError."""
-        await self._launcher.adopt(self.record, self.held)
-        self._watch = self._tasks.create_task(self._watch_vmm(), name=f"watch {self.record.id}")
+        """Take over its run after a restart of the server. Raises an InfrastructureError."""
+        self.run = self._launcher.run_of(self.record)
+        await self._launcher.adopt(self.run, self.record)
+        self.go_on(self.run)
 
     async def detach(self) -> None:
         """The server stops: let go of a running VMM."""
         self._disarm()
-        if self._watch is not None:
-            self._watch.cancel()
-        if self.held.vm is not None:
-            await self.held.vm.detach()
+        self._stop_watching()
+        if self.run is not None and self.run.vm is not None:
+            await self.run.vm.detach()
+
+    def write(self, record: Record) -> "asyncio.Future[None]":
+        """Change the record beside the lifecycle; done when that is written."""
+        self.record = record
+        self._save(None)
+        assert self._written is not None
+        return self._written
 
     def _write(self, event: Event) -> None:
         """Queue the row; the store keeps the order."""
@@ -146,12 +234,12 @@ class Runner:
         if written.cancelled() or (error := written.exception()) is None:
             return
         log.error("sandbox.write_failed", id=self.record.id, what=type(event).__name__, error=str(error))
-        if self.record.life.position.stable is Stable.ENDED:
+        if self.record.life.position.stable is Stable.ENDED or isinstance(event, Paused | Resumed | RolledBack):
             self._on_unwritten(self)
         # A sandbox whose start is not recorded would be lost by a restart: it must not be handed out. Later rows of
         # one that runs may fail without harm: the next start finds out from the node itself.
         elif isinstance(event, CreateRequested | Launched):
-            self._error = error if isinstance(error, AenvError) else InfrastructureError(str(error))
+            self._launch_error = error if isinstance(error, AenvError) else InfrastructureError(str(error))
             self.post(Faulted(f"its record could not be written: {error}"))
 
     async def _flushed(self) -> None:
@@ -161,61 +249,91 @@ class Runner:
 
     def _carry_out(self, order: Instruction) -> None:
         match order:
-            case Instruction.LAUNCH:
-                self._launch = self._tasks.create_task(self._run_launch(), name=f"launch {self.record.id}")
-            case Instruction.CANCEL_LAUNCH:
-                if self._launch is not None:
-                    self._launch.cancel()
+            case Instruction.CANCEL:
+                if self._working is not None:
+                    self._working.cancel()
             case Instruction.ARM_TIMER:
                 self._arm()
             case Instruction.DISARM_TIMER:
                 self._disarm()
+            case Instruction.RELEASE:
+                if self.run is not None:
+                    self.let_go(self.run)
             case Instruction.TEAR_DOWN:
-                self._tasks.create_task(self._run_tear_down(), name=f"tear down {self.record.id}")
+                self._tasks.create_task(self._tear_down(), name=f"tear down {self.record.id}")
+            case _:
+                assert self._job is not None, f"{order} without a job"
+                (job, done), self._job = self._job, None
+                self._working = self._tasks.create_task(self._work(order, job, done), name=f"{order} {self.record.id}")
 
-    async def _run_launch(self) -> None:
+    async def _work(self, order: Instruction, job: Job, done: "asyncio.Future[None]") -> None:
+        failed = JOBS[order]
         try:
-            await self._settle_writes()
-            await self._launcher.launch(self.record, self.held)
+            await self.settle_writes()
+            event = await job(self)
+        except asyncio.CancelledError:
+            done.set_exception(Conflict(f"sandbox {self.record.id} was ended meanwhile"))
+            raise
         except AenvError as error:
-            self._error = error
-            self.post(LaunchFailed(error.message))
+            self._failed(order, error, failed(error.message), done)
         except Exception as error:
-            log.exception("sandbox.launch_fault", id=self.record.id)
-            self._error = InfrastructureError(f"creating the sandbox failed inside the server: {error!r}")
-            self.post(Faulted(repr(error)))
+            log.exception("sandbox.fault", id=self.record.id, order=order.name)
+            fault = InfrastructureError(f"{order.name.lower()} of the sandbox failed inside the server: {error!r}")
+            event = Faulted(repr(error)) if order is Instruction.LAUNCH else failed(repr(error))
+            self._failed(order, fault, event, done)
         else:
-            assert self.held.vm is not None
-            assert self.held.slot is not None
-            self.record = replace(
-                self.record, slot=self.held.slot.index, vm=self.held.vm.handle, timings=self.held.timings
-            )
-            self._watch = self._tasks.create_task(self._watch_vmm(), name=f"watch {self.record.id}")
-            self.post(Launched())
+            self.post(event)
+            done.set_result(None)
 
-    async def _watch_vmm(self) -> None:
-        self.post(await self._launcher.ended(self.record, self.held))
+    def _failed(self, order: Instruction, error: AenvError, event: Event, done: "asyncio.Future[None]") -> None:
+        if order is Instruction.LAUNCH:
+            self._launch_error = error
+        elif order is Instruction.PAUSE and self.record.end_at < datetime.now(UTC) + PAUSE_AGAIN:
+            self.record = replace(self.record, end_at=datetime.now(UTC) + PAUSE_AGAIN)
+        self.post(event)
+        done.set_exception(error)
 
-    async def _run_tear_down(self) -> None:
-        if self._launch is not None:
-            await asyncio.wait((self._launch,))
-        await self._settle_writes()
+    async def _watch_run(self, run: Run) -> None:
+        event: VmmExited | DiskLost = await self._launcher.ended(run)
+        if run is self.run:
+            self.post(event)
+
+    def _stop_watching(self) -> None:
         if self._watch is not None:
             self._watch.cancel()
-        for pause in (*TEAR_DOWN_RETRIES, None):
-            try:
-                await self._launcher.tear_down(self.record, self.held)
-                break
-            except Exception as error:
-                log.warning("sandbox.tear_down_failed", id=self.record.id, error=repr(error), again_in=pause)
-                if pause is None:
-                    why = error.message if isinstance(error, AenvError) else repr(error)
-                    self.post(TornDown(f"not everything could be released: {why}; the next start tries again"))
-                    return
-                await asyncio.sleep(pause)
-        self.post(TornDown())
+            self._watch = None
 
-    async def _settle_writes(self) -> None:
+    async def _release(self, run: Run) -> str | None:
+        """Release a run, in several tries if need be; None, or why it could not be."""
+        await self.settle_writes()
+        for pause in (*RELEASE_RETRIES, None):
+            try:
+                await self._launcher.release(run)
+                return None
+            except Exception as error:
+                log.warning("sandbox.release_failed", run=run.name, error=repr(error), again_in=pause)
+                if pause is None:
+                    return error.message if isinstance(error, AenvError) else repr(error)
+                await asyncio.sleep(pause)
+        return None
+
+    async def _tear_down(self) -> None:
+        if self._working is not None:
+            await asyncio.wait((self._working,))
+        self._stop_watching()
+        await self.settle_writes()
+        problems = [await self._release(self.run)] if self.run is not None else []
+        self.run = None
+        if releases := [*self._releases]:
+            problems += await asyncio.gather(*releases)
+        try:
+            await to_its_end(remove_folder, self._launcher.directory(self.record.id))
+        except InfrastructureError as error:
+            problems.append(error.message)
+        why = "; ".join(problem for problem in problems if problem)
+        self.post(TornDown(f"not everything could be released: {why}; the next start tries again" if why else ""))
+
+    async def settle_writes(self) -> None:
         """Nothing is made or released before the row that explains it is written (or known not to be writable)."""
         if self._written is not None:
             await asyncio.wait((self._written,))
@@ -223,7 +341,16 @@ class Runner:
     def _arm(self) -> None:
         self._disarm()
         left = (self.record.end_at - datetime.now(UTC)).total_seconds()
-        self._timer = asyncio.get_running_loop().call_later(max(left, 0.0), self.post, Expired())
+        self._timer = asyncio.get_running_loop().call_later(max(left, 0.0), self.time_out)
+
+    def time_out(self, detail: str = "") -> None:
+        """Do what it does at the end of its TTL. Of no effect unless it runs and nothing is in flight."""
+        if self.record.life.position != RUNNING:
+            return
+        if self.record.spec.on_timeout == "kill":
+            self.post(Expired(detail))
+        else:
+            self.begin(PauseRequested(detail or "its time to live ran out"), self._at_timeout)
 
     def _disarm(self) -> None:
         if self._timer is not None:

@@ -3,13 +3,14 @@
 import asyncio
 import hashlib
 import json
+import math
 import secrets
 import string
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from typing import Protocol
 
@@ -18,19 +19,42 @@ import structlog
 from aenv.config import Settings
 from aenv.errors import AenvError, BadRequest, Conflict, DeadlineExceeded, NotFound, TooManyRequests, Unavailable
 from aenv.images.protocol import ImageStore
-from aenv.lifecycle.events import CreateRequested, DeleteRequested, Expired, Orphaned
-from aenv.lifecycle.states import Operation, Stable
+from aenv.lifecycle.events import (
+    CreateRequested,
+    DeleteRequested,
+    ForkRequested,
+    Orphaned,
+    PauseRequested,
+    ResumeRequested,
+    RollbackRequested,
+    SnapshotRequested,
+)
+from aenv.lifecycle.states import RUNNING, Operation, Stable
 from aenv.network.protocol import Network
 from aenv.orchestrator import listing, reconcile
-from aenv.orchestrator.launcher import Launcher
-from aenv.orchestrator.models import CreateSpec, ListQuery, Page, Route, Sandbox
+from aenv.orchestrator.capture import Capturer
+from aenv.orchestrator.launcher import Launcher, remove_folder
+from aenv.orchestrator.models import (
+    CreateSpec,
+    ListQuery,
+    Page,
+    Route,
+    Sandbox,
+    Snapshot,
+    SnapshotPage,
+    SnapshotQuery,
+)
+from aenv.orchestrator.operations import Baking, Operations
 from aenv.orchestrator.protocol import TokenTest
 from aenv.orchestrator.record import Record
-from aenv.orchestrator.runner import Runner
+from aenv.orchestrator.runner import Job, Runner
+from aenv.orchestrator.snapshots import Library, Snapshots
 from aenv.orchestrator.store import IdempotencyKey, LoggedEvent, Store
 from aenv.orchestrator.tokens import Tokens
 from aenv.orchestrator.unwritten import Rewriter
+from aenv.snapshots.checkpoint import Checkpoint, read
 from aenv.templates.models import Template
+from aenv.threads import to_its_end
 from aenv.vmm.protocol import Vmm
 
 log = structlog.get_logger(__name__)
@@ -39,12 +63,14 @@ ALPHABET = string.ascii_lowercase + string.digits
 REMEMBERED_ENDS = 10_000
 """How many ended sandboxes can still be told apart from unknown ones without asking the store."""
 PRUNE_INTERVAL = 600.0
+AUTO_RESUME_TIMEOUT = 300
+"""Seconds that a sandbox resumed by a request lives at least (E2B's rule)."""
+UNREACHABLE = (Operation.PAUSING, Operation.ROLLING_BACK)
+"""While a running sandbox is in one of these, requests to it wait for its end."""
 
 
-class Templates(Protocol):
+class Templates(Baking, Library, Protocol):
     """What the orchestrator needs of the template store."""
-
-    def resolve(self, reference: str) -> Template: ...
 
 
 class Orchestrator:
@@ -56,6 +82,7 @@ class Orchestrator:
         settings: Settings,
         store: Store,
         launcher: Launcher,
+        capturer: Capturer,
         network: Network,
         vmm: Vmm,
         images: ImageStore,
@@ -66,6 +93,8 @@ class Orchestrator:
         self._settings = settings
         self._store = store
         self._launcher = launcher
+        self._do = Operations(launcher=launcher, capturer=capturer, images=images, templates=templates)
+        self._snapshots = Snapshots(library=templates, images=images)
         self._network = network
         self._vmm = vmm
         self._images = images
@@ -90,6 +119,7 @@ class Orchestrator:
                 vmm=self._vmm,
                 network=self._network,
                 images=self._images,
+                operations=self._do,
                 make_runner=self._make_runner,
             )
         except BaseException:
@@ -105,7 +135,7 @@ class Orchestrator:
         """Refuse creations from now on and undo those under way: their callers are told to try again."""
         self._closing = True
         for runner in list(self._runners.values()):
-            if runner.record.life.position.operation is Operation.CREATING:
+            if runner.operation is Operation.CREATING:
                 runner.post(Orphaned("the server stopped before the sandbox was ready"))
 
     async def __aexit__(self, *_: object) -> None:
@@ -113,10 +143,11 @@ class Orchestrator:
         self.stop_creating()
         for task in self._upkeep:
             task.cancel()
-        ending = [r.gone() for r in self._runners.values() if r.record.life.position.operation is Operation.KILLING]
+        # What is in flight is done or undone; one that cannot be, the next start finds out about.
+        settling = [r.gone() if r.operation is Operation.KILLING else r.settled() for r in self._runners.values()]
         with suppress(TimeoutError):
             async with asyncio.timeout(self._settings.orchestrator.kill_deadline):
-                await asyncio.gather(*ending)
+                await asyncio.gather(*settling)
         for runner in self._runners.values():
             await runner.detach()
         await self._tasks.__aexit__(None, None, None)
@@ -128,17 +159,16 @@ class Orchestrator:
         await self._store.aclose()
 
     async def create(self, spec: CreateSpec, *, idempotency_key: str | None = None) -> Sandbox:
-        if self._closing:
-            raise Unavailable("the server is shutting down; try again in a moment")
+        self._check_open()
         template = self._templates.resolve(spec.template)
-        sandbox_id = "i" + "".join(secrets.choice(ALPHABET) for _ in range(20))
+        sandbox_id = _new_id()
         if idempotency_key is not None:
             claim = IdempotencyKey(idempotency_key, _digest(spec), sandbox_id)
             if (earlier := await self._claim(claim)) is not None:
                 await earlier.ready()
                 return earlier.record.sandbox(self._tokens)
         try:
-            runner = self._begin(sandbox_id, spec, template)
+            runner = self._begin(self._new_record(sandbox_id, spec, template), self._do.create())
             await runner.ready()
         except AenvError:
             # A failed creation must not keep its key: the retry has to be able to succeed.
@@ -157,29 +187,30 @@ class Orchestrator:
         if runner := self._runners.get(bound.sandbox_id):
             return runner
         ended = self._ends.get(bound.sandbox_id)
-        if ended is not None and ended.slot is not None:
+        if ended is not None and ended.run is not None:
             raise Conflict(f"sandbox {ended.id}, made under Idempotency-Key '{claim.key}', has ended; use a new key")
         # The server ended before that creation did: nobody has seen the sandbox, so the key is free again.
         await self._store.unclaim(claim.key, bound.sandbox_id)
         return await self._claim(claim)
 
-    def _begin(self, sandbox_id: str, spec: CreateSpec, template: Template) -> Runner:
+    def _new_record(self, sandbox_id: str, spec: CreateSpec, template: Template, parent: str | None = None) -> Record:
+        now = datetime.now(UTC)
+        return Record(
+            id=sandbox_id,
+            spec=spec,
+            template=template,
+            generation=uuid.uuid4().hex,
+            started_at=now,
+            end_at=now + timedelta(seconds=spec.timeout),
+            parent=parent or template.source,
+        )
+
+    def _begin(self, record: Record, job: Job) -> Runner:
         limit = self._settings.orchestrator.max_sandboxes
         if len(self._runners) >= limit:
-            raise TooManyRequests(f"this node runs at most {limit} sandboxes (orchestrator.max_sandboxes); delete some")
-        now = datetime.now(UTC)
-        runner = self._make_runner(
-            Record(
-                id=sandbox_id,
-                spec=spec,
-                template=template,
-                generation=uuid.uuid4().hex,
-                started_at=now,
-                end_at=now + timedelta(seconds=spec.timeout),
-                boot_id=reconcile.host_boot_id(),
-            )
-        )
-        runner.post(CreateRequested())
+            raise TooManyRequests(f"this node has at most {limit} sandboxes (orchestrator.max_sandboxes); delete some")
+        runner = self._make_runner(record)
+        runner.begin(CreateRequested(), job)
         return runner
 
     def get(self, sandbox_id: str) -> Sandbox:
@@ -208,12 +239,102 @@ class Orchestrator:
                 f"within {deadline:g} s; it goes on trying"
             ) from None
 
+    async def pause(self, sandbox_id: str, *, memory: bool = True) -> None:
+        runner = await self._settled(sandbox_id)
+        if runner.record.life.position != RUNNING:
+            raise Conflict(f"sandbox {sandbox_id} is paused already")
+        await runner.carry_out(PauseRequested("asked for"), self._do.pause(memory=memory))
+
+    async def resume(self, sandbox_id: str, seconds: float, *, memory: bool = True) -> tuple[Sandbox, bool]:
+        runner = await self._settled(sandbox_id)
+        if runner.record.life.position == RUNNING:
+            return await self.extend(sandbox_id, seconds), False
+        self._check_open()
+        await runner.carry_out(ResumeRequested(), self._do.resume(seconds, memory=memory))
+        return runner.record.sandbox(self._tokens), True
+
+    async def snapshot(self, sandbox_id: str, name: str | None, *, memory: bool = True) -> Snapshot:
+        self._snapshots.check_name(name)
+        runner = await self._settled(sandbox_id)
+        async with self._snapshots.staged() as folder:
+            await runner.carry_out(
+                SnapshotRequested(name or ""), self._do.capture(folder / "checkpoint", memory=memory)
+            )
+            return await self._snapshots.publish(folder, runner.record, name)
+
+    def snapshots(self, query: SnapshotQuery) -> SnapshotPage:
+        return self._snapshots.page(query)
+
+    async def delete_snapshot(self, snapshot_id: str) -> None:
+        await self._snapshots.delete(snapshot_id)
+
+    async def fork(self, sandbox_id: str, *, count: int, seconds: float) -> tuple[Sandbox | AenvError, ...]:
+        most = self._settings.orchestrator.max_fork_count
+        if not 1 <= count <= most:
+            raise BadRequest(f"count must be 1 to {most} (orchestrator.max_fork_count), not {count}")
+        self._check_open()
+        runner = await self._settled(sandbox_id)
+        source = self._launcher.directory(sandbox_id) / f"fork-{uuid.uuid4().hex[:12]}"
+        try:
+            await runner.carry_out(ForkRequested(f"{count} children"), self._do.capture(source))
+            checkpoint = await asyncio.to_thread(read, source)
+            # A child has no name to be asked for again by: it ends as its own timeout says, from now on.
+            spec = replace(runner.record.spec, timeout=math.ceil(seconds))
+            children = [self._child(spec, runner.record, checkpoint) for _ in range(count)]
+            return tuple(await asyncio.gather(*children))
+        finally:
+            await to_its_end(remove_folder, source)
+
+    async def _child(self, spec: CreateSpec, parent: Record, checkpoint: Checkpoint) -> Sandbox | AenvError:
+        record = self._new_record(_new_id(), spec, parent.template, parent.id)
+        try:
+            runner = self._begin(record, self._do.begin_with(checkpoint))
+            await runner.ready()
+        except AenvError as error:
+            return error
+        return runner.record.sandbox(self._tokens)
+
+    async def rollback(self, sandbox_id: str, snapshot_id: str) -> Sandbox:
+        runner = await self._settled(sandbox_id)
+        checkpoint = await self._snapshots.of(snapshot_id, sandbox_id)
+        runner = await self._settled(sandbox_id)
+        await runner.carry_out(RollbackRequested(snapshot_id), self._do.roll_back(checkpoint))
+        return runner.record.sandbox(self._tokens)
+
+    async def awaken(self, sandbox_id: str) -> Route | None:
+        try:
+            runner = await self._settled(sandbox_id)
+            rest = runner.record.rest
+            if rest is not None and rest.mode == "full" and runner.record.spec.auto_resume:
+                await self.resume(sandbox_id, max(runner.record.spec.timeout, AUTO_RESUME_TIMEOUT))
+        except NotFound:
+            return None
+        return self.route(sandbox_id)
+
+    async def _settled(self, sandbox_id: str) -> Runner:
+        """The runner of a visible sandbox, when nothing is in flight; what the caller begins at once then comes first.
+
+        Raises NotFound, Conflict.
+        """
+        deadline = self._settings.orchestrator.create_deadline
+        runner = self._visible(sandbox_id)
+        try:
+            async with asyncio.timeout(deadline):
+                await runner.settled()
+        except TimeoutError:
+            raise Conflict(f"sandbox {sandbox_id} is still {runner.operation} after {deadline:g} s") from None
+        return self._visible(sandbox_id)
+
+    def _check_open(self) -> None:
+        if self._closing:
+            raise Unavailable("the server is shutting down; try again in a moment")
+
     async def set_timeout(self, sandbox_id: str, seconds: float) -> Sandbox:
         runner = self._visible(sandbox_id)
-        if seconds <= 0:
-            runner.post(Expired("its timeout was set to 0"))
+        if seconds <= 0 and runner.record.life.position == RUNNING:
+            runner.time_out("its timeout was set to 0")
         else:
-            await runner.set_end(datetime.now(UTC) + timedelta(seconds=seconds))
+            await runner.set_end(datetime.now(UTC) + timedelta(seconds=max(seconds, 0)))
         return runner.record.sandbox(self._tokens)
 
     async def extend(self, sandbox_id: str, seconds: float) -> Sandbox:
@@ -225,9 +346,12 @@ class Orchestrator:
 
     def route(self, sandbox_id: str) -> Route | None:
         runner = self._runners.get(sandbox_id)
-        if runner is None or not runner.record.life.visible or runner.held.slot is None:
+        if runner is None or runner.run is None or runner.run.slot is None:
             return None
-        return runner.record.route(runner.held.slot.address, self._tokens)
+        life = runner.record.life
+        if life.position.stable is not Stable.RUNNING or life.position.operation in UNREACHABLE:
+            return None
+        return runner.record.route(runner.run.slot.address, self._tokens)
 
     def find_by_envd_token(self, matches: TokenTest) -> str | None:
         for sandbox_id, runner in self._runners.items():
@@ -265,6 +389,7 @@ class Orchestrator:
             launcher=self._launcher,
             store=self._store,
             tasks=self._tasks,
+            at_timeout=self._do.pause(),
             on_change=self._changed,
             on_unwritten=self._rewriter.add,
         )
@@ -273,6 +398,8 @@ class Orchestrator:
 
     def _changed(self, runner: Runner) -> None:
         position = runner.record.life.position
+        if position.stable is Stable.PAUSED or position.operation in UNREACHABLE:
+            self._on_gone(runner.record.id)
         if position.stable is not Stable.ENDED:
             return
         self._on_gone(runner.record.id)
@@ -290,6 +417,10 @@ class Orchestrator:
             except Exception as error:
                 log.warning("store.prune_failed", error=repr(error))
             await asyncio.sleep(PRUNE_INTERVAL)
+
+
+def _new_id() -> str:
+    return "i" + "".join(secrets.choice(ALPHABET) for _ in range(20))
 
 
 def _digest(spec: CreateSpec) -> str:

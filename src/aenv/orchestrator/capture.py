@@ -1,0 +1,142 @@
+"""Takes the state of a running sandbox: memory, device state and disk at one instant, as a checkpoint.
+
+What is captured is added to the run's own layers before anything else can fail, so a capture that fails half-way costs
+nothing but its time: the guest goes on, and the next capture holds everything since.
+"""
+
+import asyncio
+import time
+from pathlib import Path
+
+import structlog
+
+from aenv.errors import AenvError, InfrastructureError
+from aenv.guest.envd import GuestClient
+from aenv.images.protocol import GuestMemory, ImageStore, Stack
+from aenv.orchestrator.run import Run
+from aenv.snapshots import making
+from aenv.snapshots.checkpoint import Checkpoint, Requirements
+from aenv.threads import to_its_end
+from aenv.vmm.protocol import Vm, Vmm
+
+log = structlog.get_logger(__name__)
+
+SYNC_DEADLINE = 20.0
+"""Seconds a guest gets to bring its files to its disk before a pause that keeps the disk alone."""
+
+
+class Capturer:
+    """Owns nothing; works on the run it is given."""
+
+    def __init__(self, *, vmm: Vmm, images: ImageStore, guest: GuestClient) -> None:
+        self._vmm = vmm
+        self._images = images
+        self._guest = guest
+
+    async def full(self, run: Run, vcpus: int, folder: Path, *, guest: str | None, thaw: bool) -> Checkpoint:
+        """All of it, in `folder`; the guest goes on if `thaw`, and in any case after an error or a cancellation.
+
+        `guest` is the sandbox whose token the guest's daemon wants. Raises an InfrastructureError.
+        """
+        vm = _vm(run)
+        frozen_at = time.perf_counter()
+        try:
+            await vm.freeze()
+            memory = await vm.memory()
+            state = await self._take(run, vm, memory)
+        except BaseException:
+            await going_on(vm)
+            raise
+        if thaw:
+            await vm.thaw()
+        stopped = time.perf_counter() - frozen_at
+        try:
+            info = await self._vmm.info()
+            requires = Requirements(
+                driver=info.driver,
+                version=info.version,
+                accel=info.accel,
+                cpu=info.cpu,
+                kernel=run.kernel,
+                vcpus=vcpus,
+            )
+            made = await to_its_end(
+                making.of_layers,
+                folder,
+                disk=Stack(layers=tuple(run.disk), size=run.disk_size),
+                memory=Stack(layers=tuple(run.memory), size=memory.size),
+                state=state,
+                requires=requires,
+                guest=guest,
+            )
+        except BaseException:
+            if not thaw:
+                await going_on(vm)
+            raise
+        log.info("capture.taken", run=run.name, stopped_ms=round(stopped * 1000, 1))
+        run.timings["stopped"] = round(stopped * 1000, 3)
+        return made
+
+    async def _take(self, run: Run, vm: Vm, memory: GuestMemory) -> bytes:
+        """Device state, memory and disk of a frozen guest, side by side."""
+        base = Stack(layers=tuple(run.memory), size=memory.size) if run.memory else None
+        memory_layer = run.new_layer("memory")
+        saving = asyncio.ensure_future(vm.save())
+        capturing = asyncio.ensure_future(self._images.capture(memory, base, run.mapped, memory_layer))
+        sealing = asyncio.ensure_future(self._seal(run))
+        try:
+            await asyncio.gather(saving, capturing, sealing)
+        finally:
+            # If one of them fails, what the others made is kept all the same.
+            await asyncio.wait((saving, capturing, sealing))
+            if not capturing.cancelled() and capturing.exception() is None:
+                run.memory.append(memory_layer)
+        found = capturing.result()
+        log.info(
+            "capture.memory", run=run.name, dirty=found.dirty_pages, data=found.data_pages, bytes=found.layer_bytes
+        )
+        return saving.result()
+
+    async def disk(self, run: Run, folder: Path, *, token: str | None, thaw: bool) -> Checkpoint:
+        """Its files alone, after the guest was asked to write out what it still holds back; else as `full`."""
+        vm = _vm(run)
+        assert run.slot is not None
+        try:
+            await self._guest.sync(run.slot.address, token, SYNC_DEADLINE)
+        except AenvError as error:
+            # A guest that does not answer loses what it has not written, as a machine that is switched off.
+            log.warning("capture.not_synced", run=run.name, error=error.message)
+        try:
+            await vm.freeze()
+            await self._seal(run)
+            if thaw:
+                await vm.thaw()
+            return await to_its_end(
+                making.of_layers, folder, disk=Stack(layers=tuple(run.disk), size=run.disk_size), guest=None
+            )
+        except BaseException:
+            await going_on(vm)
+            raise
+
+    async def _seal(self, run: Run) -> None:
+        layer = run.new_layer("disk")
+        await self._images.seal(run.directory, layer)
+        run.disk.append(layer)
+
+
+def _vm(run: Run) -> Vm:
+    if run.vm is None:
+        raise InfrastructureError(f"the run {run.name} has no VMM")
+    return run.vm
+
+
+async def going_on(vm: Vm) -> None:
+    """Let a guest go on after something failed. One that cannot is found out by whoever watches it."""
+    thawing = asyncio.ensure_future(vm.thaw())
+    try:
+        await asyncio.shield(thawing)
+    except asyncio.CancelledError:
+        await asyncio.wait((thawing,))
+        raise
+    except AenvError as error:
+        log.error("capture.not_thawed", pid=vm.handle.pid, error=error.message)

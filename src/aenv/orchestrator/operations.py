@@ -1,0 +1,255 @@
+"""What is done to a sandbox, one job for each operation: a launch, a pause, a resume, a capture, a rollback.
+
+A job returns the event that says it is done, or raises with nothing changed: the sandbox is then what it was before.
+"""
+
+import asyncio
+import uuid
+from collections import defaultdict
+from contextlib import suppress
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Protocol
+
+import structlog
+
+from aenv.errors import AenvError, InfrastructureError
+from aenv.images.protocol import ImageStore
+from aenv.lifecycle.events import Captured, Event, Launched, Paused, Resumed, RolledBack
+from aenv.orchestrator.capture import Capturer, going_on
+from aenv.orchestrator.chains import shorten
+from aenv.orchestrator.host import host_boot_id
+from aenv.orchestrator.launcher import Launcher, remove_folder
+from aenv.orchestrator.record import Record, Rest
+from aenv.orchestrator.run import Run
+from aenv.orchestrator.runner import Job, Runner
+from aenv.snapshots import making
+from aenv.snapshots.checkpoint import Checkpoint, read
+from aenv.threads import to_its_end
+
+log = structlog.get_logger(__name__)
+
+
+class Baking(Protocol):
+    """Where templates keep their checkpoints."""
+
+    def checkpoint(self, template_id: str) -> Path: ...
+
+    def bake(self, template_id: str, checkpoint: Path) -> None: ...
+
+
+class Operations:
+    """Makes jobs. Owns nothing but the turns in which templates are baked."""
+
+    def __init__(self, *, launcher: Launcher, capturer: Capturer, images: ImageStore, templates: Baking) -> None:
+        self._launcher = launcher
+        self._capturer = capturer
+        self._images = images
+        self._templates = templates
+        self._baking: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    def create(self) -> Job:
+        """A first launch, from the template's checkpoint."""
+
+        async def job(runner: Runner) -> Event:
+            record = runner.record
+            run = self._launcher.new_run(record.id, record.launches)
+            try:
+                guest = await self._start_template(run, record)
+                await self._launcher.greet(run, record, guest)
+            except BaseException:
+                runner.let_go(run)
+                raise
+            runner.go_on(run)
+            return Launched()
+
+        return job
+
+    def begin_with(self, source: Checkpoint) -> Job:
+        """A first launch, from the checkpoint of another sandbox."""
+
+        async def job(runner: Runner) -> Event:
+            runner.go_on(await self._start(runner, runner.record, source))
+            return Launched()
+
+        return job
+
+    def pause(self, *, memory: bool | None = None) -> Job:
+        """Keep the state; without an answer to whether with memory, as the sandbox was created."""
+
+        async def job(runner: Runner) -> Event:
+            record, run = runner.record, _running(runner)
+            keep = record.spec.keep_memory if memory is None else memory
+            folder = self._launcher.directory(record.id) / f"paused-{uuid.uuid4().hex[:12]}"
+            made = await self._capture(record, run, folder, memory=keep, thaw=False)
+            rest = Rest(folder=folder.name, mode="full" if keep else "filesystem", boot_id=host_boot_id())
+            runner.record = replace(runner.record, run=None, rest=rest)
+            runner.later(self.make_durable(runner, made))
+            return Paused()
+
+        return job
+
+    def resume(self, seconds: float, *, memory: bool) -> Job:
+        """Go on from what was kept, for `seconds`; without `memory`, boot from the disk."""
+
+        async def job(runner: Runner) -> Event:
+            record = runner.record
+            assert record.rest is not None
+            folder = self._launcher.directory(record.id) / record.rest.folder
+            source = await asyncio.to_thread(read, folder)
+            fresh = replace(record, generation=uuid.uuid4().hex, launches=record.launches + 1)
+            run = await self._start(runner, fresh, source, boot=not memory)
+            runner.record = replace(
+                runner.record,
+                generation=fresh.generation,
+                launches=fresh.launches,
+                rest=None,
+                end_at=datetime.now(UTC) + timedelta(seconds=seconds),
+            )
+            runner.go_on(run)
+            runner.later(_removed(runner, folder))
+            return Resumed()
+
+        return job
+
+    def capture(self, folder: Path, *, memory: bool = True) -> Job:
+        """Make `folder` a checkpoint of the present state."""
+
+        async def job(runner: Runner) -> Event:
+            record = runner.record
+            if record.rest is not None:
+                kept = await asyncio.to_thread(read, self._launcher.directory(record.id) / record.rest.folder)
+                await to_its_end(making.copy if memory else making.disk_only, kept, folder)
+            else:
+                run = _running(runner)
+                await self._capture(record, run, folder, memory=memory, thaw=True)
+                runner.record = replace(runner.record, run=run.record())
+                runner.later(self._shorten(runner, run))
+            return Captured()
+
+        return job
+
+    def roll_back(self, source: Checkpoint) -> Job:
+        """Replace what it is by `source`."""
+
+        async def job(runner: Runner) -> Event:
+            record = runner.record
+            fresh = replace(record, generation=uuid.uuid4().hex, launches=record.launches + 1)
+            if record.rest is not None:
+                directory = self._launcher.directory(record.id)
+                folder = directory / f"paused-{uuid.uuid4().hex[:12]}"
+                await to_its_end(making.copy, source, folder)
+                mode = record.rest.mode if source.memory is None else "full"
+                runner.record = replace(fresh, rest=replace(record.rest, folder=folder.name, mode=mode, durable=True))
+                runner.later(_removed(runner, directory / record.rest.folder))
+                return RolledBack()
+            before = _running(runner)
+            assert before.vm is not None
+            try:
+                await before.vm.freeze()
+                run = await self._start(runner, fresh, source)
+            except BaseException:
+                await going_on(before.vm)
+                raise
+            runner.record = replace(runner.record, generation=fresh.generation, launches=fresh.launches)
+            runner.go_on(run)
+            return RolledBack()
+
+        return job
+
+    async def _start(self, runner: Runner, record: Record, source: Checkpoint, *, boot: bool = False) -> Run:
+        """A new run of `record` on `source`, greeted. On an error it is released."""
+        run = self._launcher.new_run(record.id, record.launches)
+        try:
+            await self._launcher.start(run, record.template, record.spec.egress, source, boot=boot)
+            booted = boot or source.manifest.memory is None
+            await self._launcher.greet(run, record, None if booted else source.manifest.guest)
+        except BaseException:
+            runner.let_go(run)
+            raise
+        return run
+
+    async def _start_template(self, run: Run, record: Record) -> str | None:
+        """Start on the template's checkpoint; the first one here boots and bakes it, the others wait for that.
+
+        Returns the sandbox whose token the guest's daemon wants, if any.
+        """
+        template, egress = record.template, record.spec.egress
+        if (source := await self._baked(template.id, any_kernel=template.source is not None)) is None:
+            async with self._baking[template.id]:
+                if (source := await self._baked(template.id, any_kernel=False)) is None:
+                    cold = await asyncio.to_thread(read, self._templates.checkpoint(template.id))
+                    await self._launcher.start(run, template, egress, cold, boot=True)
+                    await self._bake(run, record)
+                    return None
+        await self._launcher.start(run, template, egress, source)
+        return source.manifest.guest if source.manifest.memory else None
+
+    async def _baked(self, template_id: str, *, any_kernel: bool) -> Checkpoint | None:
+        """The template's checkpoint, unless it has to be made (again) by a boot here."""
+        found = await asyncio.to_thread(read, self._templates.checkpoint(template_id))
+        memory = found.manifest.memory
+        if any_kernel or (memory is not None and await self._launcher.can_restore(memory.requires)):
+            return found
+        return None
+
+    async def _bake(self, run: Run, record: Record) -> None:
+        """Keep a guest that has just booted as its template's checkpoint. If that fails, the next one is kept."""
+        folder = run.directory / "baked"
+        try:
+            with run.timed("bake"):
+                await self._capturer.full(run, record.template.cpu_count, folder, guest=None, thaw=True)
+                await to_its_end(self._templates.bake, record.template.id, folder)
+        except AenvError as error:
+            log.error("template.not_baked", template=record.template.id, error=error.message)
+
+    async def _capture(self, record: Record, run: Run, folder: Path, *, memory: bool, thaw: bool) -> Checkpoint:
+        await shorten(self._images, run, at_most=True)
+        guest = record.id if record.spec.secure else None
+        if memory:
+            return await self._capturer.full(run, record.template.cpu_count, folder, guest=guest, thaw=thaw)
+        return await self._capturer.disk(run, folder, token=self._launcher.token(guest), thaw=thaw)
+
+    async def _shorten(self, runner: Runner, run: Run) -> None:
+        """Fold a run's chains of layers once they are long, while it goes on."""
+        try:
+            folded = await shorten(self._images, run)
+            if folded and runner.run is run:
+                await runner.write(replace(runner.record, run=run.record()))
+            await asyncio.to_thread(_unlink, folded)
+        except AenvError as error:
+            log.warning("sandbox.not_shortened", run=run.name, error=error.message)
+
+    async def make_durable(self, runner: Runner, kept: Checkpoint) -> None:
+        """Bring the state a sandbox is paused in to stable storage, and note that it is there."""
+        rest = runner.record.rest
+        try:
+            await self._images.make_durable(kept.files)
+        except AenvError as error:
+            if runner.record.rest == rest:
+                log.error("sandbox.not_durable", id=runner.record.id, error=error.message)
+            return
+        if rest is not None and runner.record.rest == rest:
+            with suppress(InfrastructureError):
+                await runner.write(replace(runner.record, rest=replace(rest, durable=True)))
+
+
+def _running(runner: Runner) -> Run:
+    if runner.run is None:
+        raise InfrastructureError(f"sandbox {runner.record.id} has no run")
+    return runner.run
+
+
+async def _removed(runner: Runner, folder: Path) -> None:
+    """Delete a checkpoint that the record no longer names."""
+    await runner.settle_writes()
+    try:
+        await to_its_end(remove_folder, folder)
+    except InfrastructureError as error:
+        log.warning("sandbox.folder_stays", id=runner.record.id, error=error.message)
+
+
+def _unlink(layers: list[Path]) -> None:
+    for layer in layers:
+        layer.unlink(missing_ok=True)
