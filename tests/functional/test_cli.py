@@ -2,59 +2,14 @@
 
 import asyncio
 import json
-import os
-import sys
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from cli_harness import Cli
 from node_harness import KEY, Node, needs_root, running_node
 
-AENV = Path(sys.executable).with_name("aenv")
-DEADLINE = 60
 UNKNOWN = "i" + "0" * 20
-
-
-@dataclass
-class Ran:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def error(self) -> str:
-        """Standard error, which must be one line that says `error:`."""
-        assert self.err.startswith("error: "), self.err
-        assert self.err.count("\n") == 1, self.err
-        return self.err.removeprefix("error: ").strip()
-
-
-class Cli:
-    """`aenv` with an environment of its own: no variables, files or servers of the machine's owner."""
-
-    def __init__(self, home: Path, **variables: str) -> None:
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("AENV_", "E2B_", "XDG_"))}
-        places = {"HOME": str(home), "XDG_CONFIG_HOME": str(home / "config"), "AENV_HOME": str(home / "aenv")}
-        self.environ = inherited | places | {"COLUMNS": "200"} | variables
-
-    async def __call__(self, *arguments: str, stdin: bytes = b"") -> Ran:
-        process = await asyncio.create_subprocess_exec(
-            AENV,
-            *arguments,
-            env=self.environ,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
-        try:
-            out, err = await asyncio.wait_for(process.communicate(stdin), DEADLINE)
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-        assert process.returncode is not None
-        return Ran(process.returncode, out.decode(), err.decode())
 
 
 @pytest.fixture
@@ -114,7 +69,8 @@ class TestNode:
         ran = await cli("rm", "--all")
         assert (ran.code, sorted(ran.out.split())) == (0, sorted(ids[1:]))
         assert await node.ids() == []
-        assert (await cli("rm", "--all")).code == 0
+        ran = await cli("rm", "--all")
+        assert (ran.code, ran.out, ran.err) == (0, "", "There are no sandboxes to delete.\n")
 
     async def test_timeout(self, node: Node, cli: Cli) -> None:
         sandbox_id = (await node.create(timeout=1000))["sandboxID"]
@@ -190,6 +146,7 @@ class TestAlone:
             (("rm",), "--all"),
             (("connect", UNKNOWN), "needs a terminal"),
             (("cn", UNKNOWN), "needs a terminal"),
+            (("pause", UNKNOWN), "no server"),
         ],
     )
     async def test_what_makes_no_sense(self, lone: Cli, arguments: tuple[str, ...], said: str) -> None:
@@ -197,7 +154,18 @@ class TestAlone:
         assert ran.code == 1
         assert said in ran.error
 
-    @pytest.mark.parametrize("arguments", [("nonsense",), ("ls", "--nonsense"), ("timeout", UNKNOWN, "x"), ("exec",)])
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            ("nonsense",),
+            ("ls", "--nonsense"),
+            ("timeout", UNKNOWN, "x"),
+            ("exec",),
+            ("pause",),
+            ("fork", UNKNOWN, "-n", "0"),
+            ("snapshot", "rm"),
+        ],
+    )
     async def test_wrong_usage(self, lone: Cli, arguments: tuple[str, ...]) -> None:
         ran = await lone(*arguments)
         assert ran.code == 2
@@ -211,6 +179,7 @@ class TestAlone:
     async def test_help(self, lone: Cli) -> None:
         overview = await lone("--help")
         commands = ["start", "connect", "exec", "ls", "rm", "timeout", "setup", "server", "doctor", "bench", "auth"]
+        commands += ["pause", "resume", "fork", "rollback", "snapshot"]
         assert all(command in overview.out for command in commands)
         for helped in await asyncio.gather(*(lone(command, "--help") for command in [*commands, "cn"])):
             assert helped.code == 0

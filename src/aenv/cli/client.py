@@ -30,11 +30,37 @@ class ApiClient:
         created: Json = (await self._call("POST", "/v2/sandboxes", json=body, wait=CREATE_TIMEOUT)).json()
         return created
 
-    async def connect(self, sandbox_id: str, seconds: int) -> Json:
-        """`POST /v2/sandboxes/{id}/connect`: never shortens the TTL."""
-        path = f"/v2/sandboxes/{quote(sandbox_id, safe='')}/connect"
-        connected: Json = (await self._call("POST", path, json={"timeout": seconds}, wait=CREATE_TIMEOUT)).json()
+    async def connect(self, sandbox_id: str, seconds: int, *, memory: bool = True) -> Json:
+        """`POST /v2/sandboxes/{id}/connect`: resumes a paused one; never shortens the TTL of one that runs."""
+        connected: Json = await self._post(sandbox_id, "connect", {"timeout": seconds, "memory": memory}, "/v2")
         return connected
+
+    async def pause(self, sandbox_id: str, *, memory: bool = True) -> None:
+        """`POST /sandboxes/{id}/pause`."""
+        await self._post(sandbox_id, "pause", {"memory": memory})
+
+    async def fork(self, sandbox_id: str, count: int, seconds: int) -> list[Json]:
+        """`POST /sandboxes/{id}/fork`: for each child its sandbox or its error."""
+        results: list[Json] = await self._post(sandbox_id, "fork", {"count": count, "timeout": seconds})
+        return results
+
+    async def rollback(self, sandbox_id: str, snapshot_id: str) -> None:
+        """`POST /sandboxes/{id}/rollback`."""
+        await self._post(sandbox_id, "rollback", {"snapshotID": snapshot_id})
+
+    async def snapshot(self, sandbox_id: str, name: str | None, *, memory: bool = True) -> Json:
+        """`POST /sandboxes/{id}/snapshots`."""
+        taken: Json = await self._post(sandbox_id, "snapshots", {"name": name, "memory": memory})
+        return taken
+
+    async def snapshots(self, *, sandbox_id: str | None, name: str | None) -> list[Json]:
+        """`GET /snapshots`, all pages."""
+        given = {"sandboxID": sandbox_id, "name": name}
+        return await self._pages("/snapshots", {key: value for key, value in given.items() if value}, None)
+
+    async def delete_snapshot(self, snapshot_id: str) -> None:
+        """`DELETE /templates/{id}`."""
+        await self._call("DELETE", f"/templates/{quote(snapshot_id, safe='')}", wait=60.0)
 
     async def get(self, sandbox_id: str) -> Json:
         """`GET /sandboxes/{id}`."""
@@ -47,7 +73,7 @@ class ApiClient:
 
     async def set_timeout(self, sandbox_id: str, seconds: int) -> None:
         """`POST /sandboxes/{id}/timeout`."""
-        await self._call("POST", f"/sandboxes/{quote(sandbox_id, safe='')}/timeout", json={"timeout": seconds})
+        await self._post(sandbox_id, "timeout", {"timeout": seconds})
 
     async def sandboxes(
         self, *, states: list[str], metadata: Mapping[str, str], template: str | None, limit: int | None
@@ -58,19 +84,27 @@ class ApiClient:
             query["metadata"] = urlencode({quote(k, safe=""): quote(v, safe="") for k, v in metadata.items()})
         if template:
             query["template"] = template
-        items: list[Json] = []
-        while True:
-            answer = await self._call("GET", "/v2/sandboxes", params=query)
-            items += answer.json()
-            token = answer.headers.get("x-next-token")
-            if not token or (limit is not None and len(items) >= limit):
-                return items[:limit]
-            query["nextToken"] = token
+        return await self._pages("/v2/sandboxes", query, limit)
 
     async def templates(self) -> list[Json]:
         """`GET /templates`."""
         found: list[Json] = (await self._call("GET", "/templates")).json()
         return found
+
+    async def _post(self, sandbox_id: str, action: str, body: Json, version: str = "") -> Any:
+        path = f"{version}/sandboxes/{quote(sandbox_id, safe='')}/{action}"
+        answer = await self._call("POST", path, json=body, wait=CREATE_TIMEOUT)
+        return answer.json() if answer.content else None
+
+    async def _pages(self, path: str, query: dict[str, str], limit: int | None) -> list[Json]:
+        items: list[Json] = []
+        while True:
+            answer = await self._call("GET", path, params=query)
+            items += answer.json()
+            token = answer.headers.get("x-next-token")
+            if not token or (limit is not None and len(items) >= limit):
+                return items[:limit]
+            query["nextToken"] = token
 
     async def _call(self, method: str, path: str, *, wait: float = TIMEOUT, **request: Any) -> httpx.Response:
         try:

@@ -7,7 +7,7 @@ import typer
 from rich.markup import escape
 
 from aenv import __version__
-from aenv.cli import auth, bench, doctor, image, node, sandboxes
+from aenv.cli import auth, bench, doctor, image, node, sandboxes, snapshots, states
 from aenv.cli.errors import CliError
 from aenv.cli.output import err
 from aenv.errors import AenvError
@@ -19,8 +19,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for group in (sandboxes.app, node.app, doctor.app, bench.app):
+for group in (sandboxes.app, states.app, node.app, doctor.app, bench.app):
     app.registered_commands += group.registered_commands
+app.add_typer(snapshots.app, name="snapshot")
 app.add_typer(auth.app, name="auth")
 app.add_typer(image.app, name="image")
 

@@ -37,6 +37,11 @@ def print_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
+def print_id(identifier: str) -> None:
+    """One line that a script can take as it is."""
+    out.print(identifier, highlight=False, markup=False, soft_wrap=True)
+
+
 def print_rows(rows: Sequence[dict[str, Any]], columns: Sequence[str], output: Format | None) -> None:
     """`rows` as they are in JSON, or their `columns` as a table."""
     if wants_json(output):

@@ -1,31 +1,45 @@
 """Commands on sandboxes: start, connect, exec, ls, rm, timeout."""
 
 import sys
+from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
 
 from aenv.cli import process, terminal
-from aenv.cli.client import ApiClient
+from aenv.cli.client import ApiClient, Json
 from aenv.cli.errors import NOT_THE_COMMAND, CliError
-from aenv.cli.output import Format, Output, err, left_until, out, print_json, print_rows, wants_json
-from aenv.cli.run import with_client
+from aenv.cli.output import Format, Output, err, left_until, print_id, print_json, print_rows, wants_json
+from aenv.cli.run import for_each, with_client
+from aenv.cli.tree import tree
 from aenv.errors import AenvError
 
 app = typer.Typer()
 
 DEFAULT_TIMEOUT = 300
-Timeout = Annotated[int, typer.Option("--timeout", "-t", min=1, help="Seconds the sandbox lives.")]
+Timeout = Annotated[int, typer.Option("--timeout", "-t", min=1, help="Seconds until it is paused, or ended.")]
 SandboxId = Annotated[str, typer.Argument(help="The sandbox's id.")]
+SandboxIds = Annotated[list[str], typer.Argument(help="Ids of the sandboxes.")]
 User = Annotated[str | None, typer.Option("--user", "-u", help="User in the sandbox; default: the template's.")]
 Pairs = list[str] | None
 
 
+class OnTimeout(StrEnum):
+    PAUSE = "pause"
+    KILL = "kill"
+
+
 @app.command()
 def start(
-    template: Annotated[str, typer.Argument(help="Template: id, name or name:tag.")] = "base",
+    template: Annotated[str, typer.Argument(help="Template or snapshot: id, name or name:tag.")] = "base",
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Print the id and return; do not attach.")] = False,
     timeout: Timeout = DEFAULT_TIMEOUT,
+    on_timeout: Annotated[
+        OnTimeout | None, typer.Option("--on-timeout", help="What happens then; default: the server's setting.")
+    ] = None,
+    auto_resume: Annotated[
+        bool, typer.Option("--auto-resume", help="When it is paused, let the next request to it resume it.")
+    ] = False,
     env: Annotated[Pairs, typer.Option("--env", "-e", metavar="KEY=VALUE", help="Environment variable.")] = None,
     metadata: Annotated[Pairs, typer.Option("--metadata", "-m", metavar="KEY=VALUE", help="Metadata.")] = None,
     internet: Annotated[bool, typer.Option(help="Whether the sandbox may reach the internet.")] = True,
@@ -43,6 +57,10 @@ def start(
         "metadata": _pairs(metadata, "--metadata"),
         "allow_internet_access": internet,
     }
+    if on_timeout is not None:
+        body["autoPause"] = on_timeout is OnTimeout.PAUSE
+    if auto_resume:
+        body["autoResume"] = {"enabled": True}
 
     async def work(api: ApiClient) -> int:
         with err.status(f"Starting a sandbox from {template}…"):
@@ -52,7 +70,7 @@ def start(
             if output is Format.JSON:
                 print_json(sandbox)
             else:
-                out.print(sandbox_id, highlight=False, soft_wrap=True)
+                print_id(sandbox_id)
             return 0
         err.print(f"[dim]{sandbox_id}: attached; `exit` or Ctrl-D leaves[/dim]")
         try:
@@ -61,14 +79,14 @@ def start(
             if remove:
                 await api.delete(sandbox_id)
             else:
-                err.print(f"[dim]{sandbox_id} stays until its timeout; delete it with: aenv rm {sandbox_id}[/dim]")
+                err.print(f"[dim]{sandbox_id} stays; delete it with: aenv rm {sandbox_id}[/dim]")
 
     raise typer.Exit(with_client(work))
 
 
 @app.command()
 def connect(sandbox_id: SandboxId, timeout: Timeout = DEFAULT_TIMEOUT, user: User = None) -> None:
-    """Attach a shell to a running sandbox (its end moves to --timeout from now, if that is later)."""
+    """Attach a shell to a sandbox (its end moves to --timeout from now, if that is later; a paused one is resumed)."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise CliError("connect needs a terminal; use `aenv exec` in scripts")
 
@@ -105,6 +123,8 @@ def exec_(
 
     async def work(api: ApiClient) -> int:
         sandbox = await api.get(sandbox_id)
+        if sandbox["state"] == "paused" and not sandbox["lifecycle"]["autoResume"]:
+            raise CliError(f"sandbox {sandbox_id} is paused; resume it first: aenv resume {sandbox_id}")
         return await process.run(process.Processes(api, sandbox, user), wanted, stdin)
 
     try:
@@ -120,6 +140,7 @@ def list_(
     metadata: Annotated[Pairs, typer.Option("--metadata", "-m", metavar="KEY=VALUE", help="Only with these.")] = None,
     template: Annotated[str | None, typer.Option("--template", help="Only from this template.")] = None,
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="At most so many, newest first.")] = None,
+    as_tree: Annotated[bool, typer.Option("--tree", help="In the table, children below their parents.")] = False,
     output: Output = None,
 ) -> None:
     """List sandboxes, newest first."""
@@ -127,9 +148,12 @@ def list_(
     states = state or ["running", "paused"]
     rows = with_client(lambda api: api.sandboxes(states=states, metadata=wanted, template=template, limit=limit))
     if not wants_json(output):
-        for row in rows:
-            row |= {"id": row["sandboxID"], "template": row.get("alias") or row["templateID"]}
-            row |= {"cpus": row["cpuCount"], "memory": f"{row['memoryMB']} MiB", "ends in": left_until(row["endAt"])}
+        lines = tree(rows) if as_tree else [("", row) for row in rows]
+        rows = [row for _, row in lines]
+        for branches, row in lines:
+            row |= {"id": branches + row["sandboxID"], "template": row.get("alias") or row["templateID"]}
+            row |= {"cpus": row["cpuCount"], "memory": f"{row['memoryMB']} MiB"}
+            row |= {"ends in": left_until(row["endAt"]) if row["state"] == "running" else "-"}
             row |= {"metadata": " ".join(f"{k}={v}" for k, v in (row.get("metadata") or {}).items())}
     print_rows(rows, ("id", "template", "state", "cpus", "memory", "ends in", "metadata"), output)
 
@@ -142,31 +166,24 @@ def rm(
     """Delete sandboxes."""
     if bool(sandbox_ids) == everything:
         raise CliError("name the sandboxes to delete, or say --all")
+    if everything:
+        sandbox_ids = [row["sandboxID"] for row in with_client(_all)]
+        if not sandbox_ids:
+            err.print("There are no sandboxes to delete.")
+            return
+    for_each(sandbox_ids or (), lambda api, sandbox_id: api.delete(sandbox_id))
 
-    async def work(api: ApiClient) -> list[str]:
-        ids = sandbox_ids or [
-            row["sandboxID"]
-            for row in await api.sandboxes(states=["running", "paused"], metadata={}, template=None, limit=None)
-        ]
-        failures = []
-        for sandbox_id in ids:
-            try:
-                await api.delete(sandbox_id)
-                out.print(sandbox_id, highlight=False, soft_wrap=True)
-            except CliError as error:
-                failures.append(error.message)
-        return failures
 
-    if failures := with_client(work):
-        raise CliError("; ".join(failures))
+async def _all(api: ApiClient) -> list[Json]:
+    return await api.sandboxes(states=["running", "paused"], metadata={}, template=None, limit=None)
 
 
 @app.command(context_settings={"ignore_unknown_options": True})  # a negative number is a bad number, no option
 def timeout(
     sandbox_id: SandboxId,
-    seconds: Annotated[int, typer.Argument(min=0, help="Seconds from now; 0 ends it at once.")],
+    seconds: Annotated[int, typer.Argument(min=0, help="Seconds from now; 0: at once.")],
 ) -> None:
-    """Set when a sandbox ends."""
+    """Set when a sandbox is paused, or ended."""
     with_client(lambda api: api.set_timeout(sandbox_id, seconds))
 
 
