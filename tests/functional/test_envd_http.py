@@ -1,6 +1,7 @@
 """envd's plain HTTP surface, the Connect protocol's edges, and hostile input."""
 
 import asyncio
+import json
 import socket
 import struct
 from collections.abc import AsyncIterator
@@ -340,3 +341,45 @@ async def test_a_new_generation_cuts_older_connections_but_no_process(envd: Envd
         await envd.unary("SendInput", {"process": process, "input": {"stdin": "aGkK"}})
         result = await again.finish()
     assert (result.stdout, result.exit_code) == (b"hi\n", 0)
+
+
+async def greet(envd: Envd, body: bytes, *headers: str) -> bytes:
+    """The whole answer to `POST /init` as the node sends it: at once, on a connection of its own."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", envd.port)
+    lines = ["POST /init HTTP/1.1", "Host: x", "Connection: close", f"Content-Length: {len(body)}", *headers, "", ""]
+    writer.write("\r\n".join(lines).encode() + body)
+    async with asyncio.timeout(10):
+        answer = await reader.read()
+    writer.close()
+    return answer
+
+
+async def test_the_nodes_greeting_is_an_init_like_any_other(envd: Envd) -> None:
+    assert (await greet(envd, b'{"accessToken": "t", "envVars": {"A": "1"}, "generation": "one"}'))[:13] == (
+        b"HTTP/1.1 204 "
+    )
+    for refused in (await greet(envd, b"{}"), await greet(envd, b"{}", "X-Access-Token: other")):
+        assert refused.startswith(b"HTTP/1.1 401 ")
+        assert json.loads(refused.partition(b"\r\n\r\n")[2])["code"] == 401
+    assert (await greet(envd, b"{", "X-Access-Token: t")).startswith(b"HTTP/1.1 400 ")
+    answer = await envd.http.get("/envs", headers={"x-access-token": "t"})
+    assert answer.json() == {"A": "1"}
+    async with envd.stream("Start", start_message("echo up; exec sleep 60"), {"x-access-token": "t"}) as stream:
+        await stream.until(b"up")
+        greeting = b'{"generation": "two", "accessToken": "u"}'
+        assert (await greet(envd, greeting, "X-Access-Token: t")).startswith(b"HTTP/1.1 204 ")
+        with pytest.raises(httpx.TransportError):
+            await stream.finish()
+    assert (await envd.http.get("/envs", headers={"x-access-token": "u"})).status_code == 200
+
+
+async def test_a_greeting_in_pieces_is_answered_too(envd: Envd) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", envd.port)
+    pieces = (b"POST /in", b"it HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 2\r\n\r\n{", b"}")
+    for piece in pieces:
+        writer.write(piece)
+        await writer.drain()
+        # Another exchange has to come between, so that the daemon has seen the piece alone.
+        await envd.wait_healthy()
+    assert (await reader.read()).startswith(b"HTTP/1.1 204 ")
+    writer.close()

@@ -2,7 +2,7 @@
 
 use base64::engine::general_purpose::STANDARD_NO_PAD;
 use base64::Engine;
-use hyper::header::HeaderMap;
+use hyper::header::{HeaderMap, HeaderValue};
 use hyper::StatusCode;
 use sha2::{Digest, Sha256};
 
@@ -104,7 +104,12 @@ pub fn file_signature(
 }
 
 fn has_token(token: &str, headers: &HeaderMap) -> bool {
-    headers.get(ACCESS_TOKEN_HEADER).is_some_and(|given| constant_time_eq(token.as_bytes(), given.as_bytes()))
+    is_token(token, headers.get(ACCESS_TOKEN_HEADER).map(HeaderValue::as_bytes))
+}
+
+/// Whether `given` is the token.
+pub fn is_token(token: &str, given: Option<&[u8]>) -> bool {
+    given.is_some_and(|given| constant_time_eq(token.as_bytes(), given))
 }
 
 fn unauthorized(message: &str) -> HttpError {
@@ -119,7 +124,6 @@ fn constant_time_eq(a: &[u8], b: &[u8]) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use hyper::header::HeaderValue;
 
     fn query<'a>(signature: Option<&'a str>, expiration: Option<&'a str>) -> SignedQuery<'a> {
         SignedQuery { path: "/tmp/x", username: "user", signature, expiration }

@@ -1,10 +1,10 @@
 //! The `envd` binary: init and daemon in a guest, an ordinary process with `--port` and `--host` anywhere else.
 
+use std::net::TcpListener;
 use std::process::ExitCode;
 use std::sync::Arc;
 
 use envd::{init, log, memory, server, state::State};
-use tokio::net::TcpListener;
 
 const USAGE: &str = "usage: envd [--host ADDRESS] [--port PORT] [--user NAME] | --version";
 
@@ -52,7 +52,7 @@ fn main() -> ExitCode {
     };
     // Orphans of our processes come to us, as they do in a guest; without it they go to the host's init.
     let _ = nix::sys::prctl::set_child_subreaper(true);
-    let state = Arc::new(State::new(false, &options.user, init::limits::raise_own()));
+    let state = Arc::new(State::new(None, &options.user, init::limits::raise_own()));
     match serve(&options.host, options.port, state) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
@@ -60,6 +60,15 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// In a guest, keeps what its programs write to the files we hold in memory.
+async fn keep_edits(state: &State) -> std::convert::Infallible {
+    if let Some(machine) = &state.machine {
+        let Err(error) = machine.names.keep_edits().await;
+        log!("edits of /etc/hosts are not kept: {error}");
+    }
+    std::future::pending().await
 }
 
 /// Serves until SIGTERM or SIGINT.
@@ -72,12 +81,14 @@ fn serve(host: &str, port: u16, state: Arc<State>) -> std::io::Result<()> {
     let outcome = runtime.block_on(async {
         use tokio::signal::unix::{signal, SignalKind};
         let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
-        let listener = TcpListener::bind((host, port)).await?;
+        let listener = TcpListener::bind((host, port))?;
+        listener.set_nonblocking(true)?;
         log!("version {} serves {}", envd::VERSION, listener.local_addr()?);
-        let reaper = state.processes.reaper.clone();
+        let (reaper, guest) = (state.processes.reaper.clone(), state.clone());
         tokio::select! {
             ended = reaper.run() => ended.map(|never| match never {}),
-            never = server::serve(listener, state) => match never {},
+            never = keep_edits(&guest) => match never {},
+            ended = server::serve(listener, state) => ended.map(|never| match never {}),
             _ = terminate.recv() => Ok(()),
             _ = interrupt.recv() => Ok(()),
         }

@@ -8,6 +8,7 @@ use tokio::sync::watch;
 
 use crate::error::RpcError;
 use crate::filesystem::watch::registry::Registry;
+use crate::machine::Machine;
 use crate::process::spawn::FileLimit;
 use crate::process::table::Table;
 use crate::reaper::Reaper;
@@ -36,9 +37,9 @@ pub struct Settings {
 /// Shared state of the daemon.
 #[derive(Debug)]
 pub struct State {
-    /// Whether this process is the guest's PID 1. Outside a guest the clock, the hostname and other machine-wide
-    /// things are left alone.
-    pub is_init: bool,
+    /// The guest whose PID 1 this process is. Outside a guest the clock, the hostname and other machine-wide things are left
+    /// alone.
+    pub machine: Option<Machine>,
     /// The processes clients have started.
     pub processes: Arc<Table>,
     /// What `/metrics` measures with.
@@ -53,7 +54,7 @@ pub struct State {
 impl State {
     /// State before the first `/init`. `default_user` must exist in the guest for requests without a user to succeed; `files` is
     /// the limit of open files that processes get.
-    pub fn new(is_init: bool, default_user: &str, files: FileLimit) -> Self {
+    pub fn new(machine: Option<Machine>, default_user: &str, files: FileLimit) -> Self {
         let settings = Settings {
             access_token: None,
             envs: BTreeMap::new(),
@@ -65,7 +66,7 @@ impl State {
         };
         let processes = Arc::new(Table::new(Arc::new(Reaper::default()), files));
         Self {
-            is_init,
+            machine,
             processes,
             meter: Meter::default(),
             watchers: Registry::default(),
@@ -74,9 +75,14 @@ impl State {
         }
     }
 
-    /// The settings as they are now.
+    /// Looks at the settings as they are now.
+    pub fn with_settings<T>(&self, look: impl FnOnce(&Settings) -> T) -> T {
+        look(&self.settings.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// A copy of the settings as they are now.
     pub fn settings(&self) -> Settings {
-        self.settings.read().unwrap_or_else(PoisonError::into_inner).clone()
+        self.with_settings(Settings::clone)
     }
 
     /// Changes the settings in one step.

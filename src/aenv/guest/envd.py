@@ -1,10 +1,12 @@
 """The node's client of a guest's daemon: readiness, initialisation, metrics.
 
-Answers come from a hostile guest: sizes are bounded, and nothing in them decides more than that guest's own fate.
+Answers come from a hostile guest: sizes are bounded, and nothing in them decides more than that guest's own fate. No
+connection is kept: an address may change its guest.
 """
 
 import asyncio
 import base64
+import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -12,20 +14,17 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-import httpx
-
 from aenv.errors import DeadlineExceeded, GuestError
+from aenv.guest.exchange import connect, exchange, request
 
 ENVD_PORT = 49983
 """Where the daemon listens in every guest (E2B's port)."""
 
-PROBE_INTERVAL = 0.02
-"""Seconds between two looks at a guest that boots. A probe that gets no answer is abandoned after PROBE_TIMEOUT, since
-the kernel would repeat its SYN only after a second."""
-PROBE_TIMEOUT = 0.25
+RETRY_INTERVAL = 0.02
+"""Seconds until a call that brought nothing is tried again."""
 
-INIT_TIMEOUT = 10.0
-MAX_ANSWER = 64 * 1024
+HEALTH_TIMEOUT = 2.0
+CALL_TIMEOUT = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,38 +58,50 @@ class GuestInit:
 
 
 class GuestClient:
-    """Talks to the daemons of all guests of a node. No connection is kept: an address may change its guest."""
+    """Talks to the daemons of all guests of a node."""
 
-    def __init__(self) -> None:
-        self._http = httpx.AsyncClient(
-            timeout=INIT_TIMEOUT,
-            limits=httpx.Limits(max_keepalive_connections=0),
-            trust_env=False,
-            verify=False,  # plain HTTP inside the node; saves building a TLS context
-        )
+    async def greet(self, address: str, init: GuestInit, current_token: str | None, deadline: float) -> None:
+        """Make a guest that is just coming up this sandbox: return when its daemon has applied `init`.
+
+        Tried until it is answered, since it is idempotent: this is the readiness probe of a restored guest as well.
+        A daemon that has a token already, so every one that was not just booted, wants it: `current_token` is that of
+        the sandbox this guest was until now.
+
+        Raises DeadlineExceeded after `deadline` seconds, GuestError when the daemon refuses.
+        """
+
+        try:
+            async with asyncio.timeout(deadline):
+                while True:
+                    connection = await connect(address, ENVD_PORT)
+                    with contextlib.closing(connection), contextlib.suppress(OSError):
+                        body = json.dumps(init.body()).encode()
+                        sent = request("POST", "/init", address, body, current_token)
+                        _check("POST /init", *await exchange(connection, sent))
+                        return
+                    await asyncio.sleep(RETRY_INTERVAL)
+        except TimeoutError:
+            raise _silent(address, deadline) from None
 
     async def wait_ready(self, address: str, deadline: float) -> None:
         """Return when ``GET /health`` answers 2xx. Raises DeadlineExceeded after `deadline` seconds."""
         try:
             async with asyncio.timeout(deadline):
                 while not await healthy(address):  # noqa: ASYNC110 (another machine: there is no event)
-                    await asyncio.sleep(PROBE_INTERVAL)
+                    await asyncio.sleep(RETRY_INTERVAL)
         except TimeoutError:
-            raise DeadlineExceeded(
-                f"the guest's daemon at {address}:{ENVD_PORT} did not answer within {deadline:g} s"
-            ) from None
+            raise _silent(address, deadline) from None
 
     async def init(self, address: str, init: GuestInit, current_token: str | None = None) -> None:
-        """Apply token, environment, clock, entropy and identity. Raises GuestError.
-
-        A daemon that has a token already, so every one that was not just booted, wants it: `current_token` is that of
-        the sandbox this guest was until now.
-        """
-        await self._call("POST", address, "/init", init.body(), token=current_token)
+        """`greet` a guest that is ready. Raises GuestError."""
+        try:
+            await self.greet(address, init, current_token, CALL_TIMEOUT)
+        except DeadlineExceeded as error:
+            raise GuestError(error.message) from error
 
     async def metrics(self, address: str, token: str | None) -> dict[str, Any]:
         """The daemon's own figures (`GET /metrics`). Raises GuestError."""
-        answer = await self._call("GET", address, "/metrics", None, token)
+        answer = await self._call("GET", address, "/metrics", b"", token, CALL_TIMEOUT)
         try:
             figures = json.loads(answer)
         except (ValueError, RecursionError) as error:
@@ -99,45 +110,41 @@ class GuestClient:
             raise GuestError("the guest's /metrics is not an object")
         return figures
 
-    async def _call(self, method: str, address: str, path: str, body: Any, token: str | None) -> bytes:
-        headers = {"Accept-Encoding": "identity"} | ({"X-Access-Token": token} if token else {})
-        url = f"http://{address}:{ENVD_PORT}{path}"
-        answer = bytearray()
+    async def _call(
+        self, method: str, address: str, path: str, body: bytes, token: str | None, deadline: float
+    ) -> bytes:
+        """One call of a guest that is ready; the body of its answer. Raises GuestError."""
+        what = f"{method} {path}"
         try:
-            async with asyncio.timeout(INIT_TIMEOUT), self._http.stream(method, url, json=body, headers=headers) as got:
-                # Never decompressed: a few hostile kilobytes can stand for gigabytes.
-                async for piece in got.aiter_raw():
-                    answer += piece
-                    if len(answer) > MAX_ANSWER:
-                        raise GuestError(f"the guest's answer to {method} {path} is over {MAX_ANSWER} bytes")
+            async with asyncio.timeout(deadline):
+                with contextlib.closing(await connect(address, ENVD_PORT)) as connection:
+                    status, answer = await exchange(connection, request(method, path, address, body, token))
         except TimeoutError:
-            raise GuestError(f"the guest did not answer {method} {path} within {INIT_TIMEOUT:g} s") from None
-        except httpx.HTTPError as error:
-            raise GuestError(f"{method} {path} in the guest failed: {error!r}") from error
-        if not got.is_success:
-            raise GuestError(
-                f"the guest answered {got.status_code} to {method} {path}: {answer[:200].decode(errors='replace')}"
-            )
-        return bytes(answer)
+            raise GuestError(f"the guest did not answer {what} within {deadline:g} s") from None
+        except OSError as error:
+            raise GuestError(f"{what} in the guest failed: {error!r}") from error
+        _check(what, status, answer)
+        return answer
 
     async def aclose(self) -> None:
-        """Close what is open."""
-        await self._http.aclose()
+        """Close what is open: nothing outlives a call."""
 
 
 async def healthy(address: str) -> bool:
-    """Whether ``GET /health`` answers 2xx, within two seconds or so."""
+    """Whether ``GET /health`` answers 2xx, within two seconds."""
     try:
-        async with asyncio.timeout(PROBE_TIMEOUT):
-            reader, writer = await asyncio.open_connection(address, ENVD_PORT)
-    except (OSError, TimeoutError):
+        async with asyncio.timeout(HEALTH_TIMEOUT):
+            with contextlib.closing(await connect(address, ENVD_PORT)) as connection:
+                status, _ = await exchange(connection, request("GET", "/health", address, b"", None))
+    except (OSError, TimeoutError, GuestError):
         return False
-    try:
-        async with asyncio.timeout(2.0):
-            writer.write(f"GET /health HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n".encode())
-            status = await reader.readline()
-    except (OSError, ValueError, TimeoutError):
-        return False
-    finally:
-        writer.transport.abort()
-    return status.startswith(b"HTTP/1.1 2")
+    return 200 <= status < 300
+
+
+def _silent(address: str, deadline: float) -> DeadlineExceeded:
+    return DeadlineExceeded(f"the guest's daemon at {address}:{ENVD_PORT} did not answer within {deadline:g} s")
+
+
+def _check(what: str, status: int, answer: bytes) -> None:
+    if not 200 <= status < 300:
+        raise GuestError(f"the guest answered {status} to {what}: {answer[:200].decode(errors='replace')}")

@@ -17,7 +17,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use crate::log;
-use crate::machine::names;
+use crate::machine::{names, Machine};
 use crate::state::State;
 use cmdline::Parameters;
 
@@ -48,8 +48,8 @@ const SYSCTLS: [(&str, &str); 8] = [
 
 /// Boots, serves with `serve`, and powers off when it returns.
 pub fn run(serve: impl FnOnce(&str, u16, Arc<State>) -> io::Result<()>) -> ! {
-    let outcome = boot().map_err(|error| format!("cannot boot: {error}")).and_then(|()| {
-        let state = Arc::new(State::new(true, DEFAULT_USER, limits::GUEST));
+    let outcome = boot().map_err(|error| format!("cannot boot: {error}")).and_then(|machine| {
+        let state = Arc::new(State::new(Some(machine), DEFAULT_USER, limits::GUEST));
         serve(LISTEN_ON, PORT, state).map_err(|error| format!("cannot serve: {error}"))
     });
     match outcome {
@@ -78,7 +78,7 @@ impl<T, E: Into<io::Error>> Context<T> for Result<T, E> {
     }
 }
 
-fn boot() -> Result<(), BootError> {
+fn boot() -> Result<Machine, BootError> {
     mounts::early()?;
     power::handle_ctrl_alt_del();
     let parameters = Parameters::read();
@@ -92,12 +92,13 @@ fn boot() -> Result<(), BootError> {
         // A kernel without the setting has nothing to set.
         let _ = fs::write(Path::new("/proc/sys").join(name), value);
     }
+    let machine = Machine::open().context(|| "opening what a launch changes".into())?;
     // A sandbox without a name or a network is still one a host can look into, on the console at least.
-    report("hostname", names::set_hostname(&parameters.hostname));
+    report("hostname", machine.names.set_hostname(&parameters.hostname));
     report("resolver", names::set_resolver(parameters.dns));
     report("network", network::configure(&parameters));
     log!("root {} on {}, {} via {}", parameters.root, parameters.hostname, parameters.address, parameters.gateway);
-    Ok(())
+    Ok(machine)
 }
 
 fn report(what: &str, outcome: Result<(), impl std::fmt::Display>) {

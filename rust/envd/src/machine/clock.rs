@@ -8,20 +8,19 @@ const TOLERANCE_NS: i128 = 20_000_000;
 
 const NS: i128 = 1_000_000_000;
 
-/// Sets the clock to `unix_ns` if it is off by more than 20 ms. Returns by how much it was stepped, in nanoseconds.
+/// Sets the clock to `unix_ns` if it is off by more than 20 ms.
 ///
 /// # Errors
 /// Those of reading or setting the clock.
-pub fn step_to(unix_ns: i128) -> nix::Result<Option<i128>> {
+pub fn step_to(unix_ns: i128) -> nix::Result<()> {
     let now = clock_gettime(ClockId::CLOCK_REALTIME)?;
     let difference = unix_ns - (i128::from(now.tv_sec()) * NS + i128::from(now.tv_nsec()));
     if difference.abs() <= TOLERANCE_NS {
-        return Ok(None);
+        return Ok(());
     }
     let seconds = i64::try_from(unix_ns.div_euclid(NS)).map_err(|_| nix::errno::Errno::EINVAL)?;
     let nanoseconds = i64::try_from(unix_ns.rem_euclid(NS)).map_err(|_| nix::errno::Errno::EINVAL)?;
-    clock_settime(ClockId::CLOCK_REALTIME, TimeSpec::new(seconds, nanoseconds))?;
-    Ok(Some(difference))
+    clock_settime(ClockId::CLOCK_REALTIME, TimeSpec::new(seconds, nanoseconds))
 }
 
 /// Nanoseconds of unix time of an RFC 3339 timestamp; `None` when it is not one.

@@ -21,19 +21,31 @@ struct PoolInfo {
     bytes: [u8; MAX_ENTROPY],
 }
 
-/// Credits `entropy` to the kernel's pool (the first 512 bytes) and reseeds its generator from it.
-///
-/// # Errors
-/// Those of opening /dev/urandom and of the two ioctls.
-pub fn reseed(entropy: &[u8]) -> io::Result<()> {
-    let entropy = &entropy[..entropy.len().min(MAX_ENTROPY)];
-    let size = libc::c_int::try_from(entropy.len()).map_err(io::Error::other)?;
-    let mut info = PoolInfo { entropy_bits: size * 8, size, bytes: [0; MAX_ENTROPY] };
-    info.bytes[..entropy.len()].copy_from_slice(entropy);
-    let device = File::options().write(true).open("/dev/urandom")?;
-    // SAFETY: `info` has the layout of rand_pool_info, its `size` is at most the array's length, and it outlives the call.
-    Errno::result(unsafe { libc::ioctl(device.as_raw_fd(), RNDADDENTROPY as _, &info) })?;
-    // SAFETY: takes no argument.
-    Errno::result(unsafe { libc::ioctl(device.as_raw_fd(), RNDRESEEDCRNG as _) })?;
-    Ok(())
+/// The kernel's pool.
+#[derive(Debug)]
+pub struct Pool(File);
+
+impl Pool {
+    /// # Errors
+    /// Those of opening /dev/urandom.
+    pub fn open() -> io::Result<Self> {
+        File::options().write(true).open("/dev/urandom").map(Self)
+    }
+
+    /// Credits `entropy` to the pool (the first 512 bytes) and reseeds the generator from it.
+    ///
+    /// # Errors
+    /// Those of the two ioctls.
+    pub fn reseed(&self, entropy: &[u8]) -> io::Result<()> {
+        let entropy = &entropy[..entropy.len().min(MAX_ENTROPY)];
+        let size = libc::c_int::try_from(entropy.len()).map_err(io::Error::other)?;
+        let mut info = PoolInfo { entropy_bits: size * 8, size, bytes: [0; MAX_ENTROPY] };
+        info.bytes[..entropy.len()].copy_from_slice(entropy);
+        let device = self.0.as_raw_fd();
+        // SAFETY: `info` has the layout of rand_pool_info, its `size` is at most the array's length, and it outlives the call.
+        Errno::result(unsafe { libc::ioctl(device, RNDADDENTROPY as _, &info) })?;
+        // SAFETY: takes no argument.
+        Errno::result(unsafe { libc::ioctl(device, RNDRESEEDCRNG as _) })?;
+        Ok(())
+    }
 }

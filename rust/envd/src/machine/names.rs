@@ -1,10 +1,29 @@
-//! The guest's name and its resolver: hostname, /etc/hosts, /etc/resolv.conf.
+//! The guest's name and its resolver: hostname, /etc/hostname, /etc/hosts, /etc/resolv.conf.
+//!
+//! /etc/hostname and /etc/hosts are mounts of files in memory, as containers have them, because every launch changes them and a
+//! write to the disk would cost it milliseconds and blocks. What programs in the guest write to /etc/hosts goes to the disk as
+//! well, so that it is there after a reboot. As in containers, neither can be renamed over, only written.
 
-use std::io;
+use std::fs::{self, File};
+use std::io::{self, Read, Seek};
 use std::net::IpAddr;
 use std::path::Path;
 
-use super::replace_file;
+use nix::mount::{mount, MsFlags};
+use rustix::fs::inotify::{self, CreateFlags, WatchFlags};
+
+use super::{in_place, overwrite, replace_file};
+use crate::log;
+use crate::process::fd::AsyncFile;
+
+const HOSTNAME: &str = "/etc/hostname";
+const HOSTS: &str = "/etc/hosts";
+/// Their files in memory.
+const HOSTNAME_IN_MEMORY: &str = "/run/aenv/hostname";
+const HOSTS_IN_MEMORY: &str = "/run/aenv/hosts";
+
+/// A longer /etc/hosts, the guest's doing, stays as it is.
+const MAX_HOSTS: u64 = 4 << 20;
 
 /// The line of /etc/hosts that is ours, as Debian uses it for a machine's own name.
 const OWN_ADDRESS: &str = "127.0.1.1";
@@ -15,16 +34,83 @@ pub fn is_hostname(name: &str) -> bool {
     (1..=64).contains(&name.len()) && name.bytes().all(allowed) && !name.starts_with(['-', '.'])
 }
 
-/// Names the machine and writes the name to /etc/hostname and /etc/hosts.
-///
-/// # Errors
-/// When the kernel refuses the name or a file cannot be written.
-pub fn set_hostname(name: &str) -> io::Result<()> {
-    nix::unistd::sethostname(name)?;
-    update(Path::new("/etc/hostname"), &format!("{name}\n"))?;
-    let hosts = Path::new("/etc/hosts");
-    let current = std::fs::read_to_string(hosts).unwrap_or_default();
-    update(hosts, &hosts_with(&current, name))
+/// The files that name the machine.
+#[derive(Debug)]
+pub struct Names {
+    hostname: File,
+    hosts: File,
+    /// What lies under the mount of `hosts`.
+    hosts_on_disk: File,
+}
+
+impl Names {
+    /// Puts the files in memory over those of the disk; /run/aenv must be there.
+    ///
+    /// # Errors
+    /// Those of creating and mounting the files.
+    pub fn open() -> io::Result<Self> {
+        let mut hosts_on_disk = on_disk(HOSTS)?;
+        on_disk(HOSTNAME)?;
+        let mut hosts = in_place(Path::new(HOSTS_IN_MEMORY), 0o644)?;
+        io::copy(&mut hosts_on_disk, &mut hosts)?;
+        let hostname = in_place(Path::new(HOSTNAME_IN_MEMORY), 0o644)?;
+        for (source, target) in [(HOSTNAME_IN_MEMORY, HOSTNAME), (HOSTS_IN_MEMORY, HOSTS)] {
+            mount(Some(source), target, None::<&str>, MsFlags::MS_BIND, None::<&str>)?;
+        }
+        Ok(Self { hostname, hosts, hosts_on_disk })
+    }
+
+    /// Names the machine, in the kernel and in both files.
+    ///
+    /// # Errors
+    /// When the kernel refuses the name or a file cannot be written.
+    pub fn set_hostname(&self, name: &str) -> io::Result<()> {
+        nix::unistd::sethostname(name)?;
+        overwrite(&self.hostname, format!("{name}\n").as_bytes())?;
+        let current = read(&self.hosts)?;
+        let wanted = hosts_with(&current, name);
+        if wanted == current {
+            return Ok(());
+        }
+        overwrite(&self.hosts, wanted.as_bytes())
+    }
+
+    /// Takes what others write to /etc/hosts to the disk, for ever.
+    ///
+    /// # Errors
+    /// When the file cannot be watched.
+    pub async fn keep_edits(&self) -> io::Result<std::convert::Infallible> {
+        let changes = inotify::init(CreateFlags::NONBLOCK | CreateFlags::CLOEXEC)?;
+        // Our own writes are none of these: our descriptor stays open.
+        inotify::add_watch(&changes, HOSTS_IN_MEMORY, WatchFlags::CLOSE_WRITE)?;
+        let changes = AsyncFile::new(changes)?;
+        loop {
+            changes.read(&mut [0; 256]).await?;
+            if let Err(error) = read(&self.hosts).and_then(|hosts| overwrite(&self.hosts_on_disk, hosts.as_bytes())) {
+                log!("cannot keep {HOSTS} on the disk: {error}");
+            }
+        }
+    }
+}
+
+/// The file of the image, made a regular one if it is none: a link may lead nowhere, and is nothing to mount over.
+fn on_disk(path: &str) -> io::Result<File> {
+    let path = Path::new(path);
+    if path.symlink_metadata().is_ok_and(|metadata| !metadata.is_file()) {
+        let content = fs::read(path).unwrap_or_default();
+        replace_file(path, &content)?;
+    }
+    in_place(path, 0o644)
+}
+
+/// The whole file; what is no text in it is the guest's own loss.
+fn read(mut file: &File) -> io::Result<String> {
+    file.rewind()?;
+    let mut bytes = Vec::with_capacity(1024);
+    if file.take(MAX_HOSTS + 1).read_to_end(&mut bytes)? as u64 > MAX_HOSTS {
+        return Err(io::Error::new(io::ErrorKind::FileTooLarge, format!("{HOSTS} is over {MAX_HOSTS} bytes")));
+    }
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
 /// Makes `resolver` the only name server.
@@ -32,12 +118,9 @@ pub fn set_hostname(name: &str) -> io::Result<()> {
 /// # Errors
 /// When the file cannot be written.
 pub fn set_resolver(resolver: IpAddr) -> io::Result<()> {
-    update(Path::new("/etc/resolv.conf"), &format!("nameserver {resolver}\n"))
-}
-
-/// Writes only a difference: an unchanged file stays out of the next snapshot's dirty blocks.
-fn update(path: &Path, content: &str) -> io::Result<()> {
-    match std::fs::read(path) {
+    let (path, content) = (Path::new("/etc/resolv.conf"), format!("nameserver {resolver}\n"));
+    match fs::read(path) {
+        // An unchanged file stays out of the next snapshot's dirty blocks.
         Ok(current) if current == content.as_bytes() => Ok(()),
         _ => replace_file(path, content.as_bytes()),
     }

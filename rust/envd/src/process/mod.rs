@@ -3,7 +3,7 @@
 //! A process lives independently of the stream that started it: when a client goes away the process stays, others can attach,
 //! and its result is kept for a while after its end. Only its timeout, a signal or its own exit ends it.
 
-mod fd;
+pub mod fd;
 mod input;
 pub mod output;
 pub mod spawn;

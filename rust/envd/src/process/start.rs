@@ -273,7 +273,7 @@ mod tests {
 
     #[test]
     fn the_request_wins_over_the_sandbox_over_the_basics() {
-        let state = State::new(false, "user", None);
+        let state = State::new(None, "user", None);
         state.update(|settings| {
             settings.envs = [("A", "sandbox"), ("B", "sandbox"), ("HOME", "/h")]
                 .map(|(name, value)| (name.to_owned(), value.to_owned()))
@@ -288,7 +288,7 @@ mod tests {
 
     #[test]
     fn a_missing_requested_cwd_is_an_error_and_a_missing_default_is_not() {
-        let state = State::new(false, "user", None);
+        let state = State::new(None, "user", None);
         state.update(|settings| settings.default_workdir = Some("/nonexistent".into()));
         let settings = state.settings();
         let error = working_directory(Some("/no/such"), &user(), &settings).expect_err("missing");

@@ -1,7 +1,6 @@
 //! `POST /init`: what the host tells a sandbox at creation and after every resume and fork.
 
 use std::collections::BTreeMap;
-use std::path::Path;
 
 use base64::engine::general_purpose::STANDARD;
 use base64::Engine;
@@ -11,14 +10,11 @@ use serde::{Deserialize, Deserializer};
 use crate::error::HttpError;
 use crate::http::{empty, read_body, Request, Response, Survivor};
 use crate::log;
-use crate::machine::{certificates, clock, entropy, names, replace_file};
+use crate::machine::{certificates, clock, names, Machine, GENERATION};
 use crate::state::State;
 
 /// Longest body; a CA bundle is the largest part.
 const MAX_BODY: usize = 4 << 20;
-
-/// Where programs in the guest can see that they are a new copy.
-const GENERATION: &str = "/run/aenv/generation";
 
 /// Absent fields change nothing. `hyperloopIP`, `volumeMounts` and `lifecycleID` are E2B's and have no meaning here.
 #[derive(Debug, Default, Deserialize)]
@@ -54,30 +50,39 @@ fn present<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<String>,
 /// Applies the request's configuration; 204 when all of it is in force.
 ///
 /// # Errors
-/// 400 for a malformed body, before anything is changed; 500 when the machine refuses a change.
+/// Those of [`apply`], and of reading the body.
 pub async fn handle(request: Request, state: &State) -> Result<Response, HttpError> {
     let survivor = request.extensions().get::<Survivor>().cloned().unwrap_or_default();
     let body = read_body(request.into_body(), MAX_BODY).await?;
+    apply(&body, state, || survivor.mark())?;
+    Ok(empty(StatusCode::NO_CONTENT))
+}
+
+/// Applies a configuration. Connections of an earlier generation are cut, after `survive` could keep one.
+///
+/// # Errors
+/// 400 for a malformed body, before anything is changed; 500 when the machine refuses a change.
+pub fn apply(body: &[u8], state: &State, survive: impl FnOnce()) -> Result<(), HttpError> {
     let bad = |message: String| HttpError::new(StatusCode::BAD_REQUEST, message);
-    let configuration: Configuration = match &body[..] {
+    let configuration: Configuration = match body {
         [] => Configuration::default(),
         body => serde_json::from_slice(body).map_err(|error| bad(format!("cannot decode the body: {error}")))?,
     };
     let change = MachineChange::parse(&configuration).map_err(bad)?;
-    if state.is_init {
-        change.apply().map_err(|message| HttpError::new(StatusCode::INTERNAL_SERVER_ERROR, message))?;
+    if let Some(machine) = &state.machine {
+        change.apply(machine).map_err(|message| HttpError::new(StatusCode::INTERNAL_SERVER_ERROR, message))?;
     }
-    let before = state.settings().generation;
-    apply_settings(configuration, state);
-    if before.is_some() && before != state.settings().generation {
-        survivor.mark();
+    if apply_settings(configuration, state) {
+        survive();
         state.epoch.send_modify(|epoch| *epoch += 1);
     }
-    Ok(empty(StatusCode::NO_CONTENT))
+    Ok(())
 }
 
-fn apply_settings(configuration: Configuration, state: &State) {
+/// Returns whether the guest has become another one.
+fn apply_settings(configuration: Configuration, state: &State) -> bool {
     let non_empty = |text: String| (!text.is_empty()).then_some(text);
+    let mut other = false;
     state.update(|settings| {
         settings.envs.extend(configuration.env_vars.unwrap_or_default());
         if let Some(token) = configuration.access_token {
@@ -91,8 +96,12 @@ fn apply_settings(configuration: Configuration, state: &State) {
         }
         settings.sandbox_id = configuration.sandbox_id.or(settings.sandbox_id.take());
         settings.template_id = configuration.template_id.or(settings.template_id.take());
-        settings.generation = configuration.generation.or(settings.generation.take());
+        if configuration.generation.is_some() {
+            other = settings.generation.is_some() && settings.generation != configuration.generation;
+            settings.generation = configuration.generation;
+        }
     });
+    other
 }
 
 /// The checked part of a configuration that concerns the whole machine.
@@ -125,23 +134,25 @@ impl<'a> MachineChange<'a> {
         Ok(Self { unix_ns, entropy, hostname, generation: configuration.generation.as_deref(), ca_bundle })
     }
 
-    /// The clock first, because it goes stale while we work. What a clone must not share (clock, randomness, generation) has to
-    /// succeed; names and certificates are files the guest may have made unwritable, which is its own loss.
-    fn apply(&self) -> Result<(), String> {
+    /// The clock first, because it goes stale while we work. What a clone must not share (clock, randomness, ports, generation)
+    /// has to succeed; names and certificates are files the guest may have made unwritable, which is its own loss.
+    fn apply(&self, machine: &Machine) -> Result<(), String> {
         if let Some(unix_ns) = self.unix_ns {
-            let step = clock::step_to(unix_ns).map_err(|error| format!("cannot set the clock: {error}"))?;
-            if let Some(step) = step {
-                log!("clock stepped by {} ms", step / 1_000_000);
-            }
+            clock::step_to(unix_ns).map_err(|error| format!("cannot set the clock: {error}"))?;
         }
         if let Some(bytes) = &self.entropy {
-            entropy::reseed(bytes).map_err(|error| format!("cannot reseed the random generator: {error}"))?;
+            // Two of the bytes choose the ports, which others see; the rest stays between the host and the kernel.
+            let (choice, secret) = bytes.split_first_chunk().unwrap_or((&[0; 2], bytes));
+            machine.entropy.reseed(secret).map_err(|error| format!("cannot reseed the random generator: {error}"))?;
+            machine
+                .ports
+                .shift(u16::from_le_bytes(*choice))
+                .map_err(|error| format!("cannot set the range of local ports: {error}"))?;
         }
         if let Some(generation) = self.generation {
-            replace_file(Path::new(GENERATION), generation.as_bytes())
-                .map_err(|error| format!("cannot write {GENERATION}: {error}"))?;
+            machine.set_generation(generation).map_err(|error| format!("cannot write {GENERATION}: {error}"))?;
         }
-        if let Some(Err(error)) = self.hostname.map(names::set_hostname) {
+        if let Some(Err(error)) = self.hostname.map(|name| machine.names.set_hostname(name)) {
             log!("cannot set the hostname: {error}");
         }
         if let Some(Err(error)) = self.ca_bundle.map(certificates::install) {
@@ -161,7 +172,7 @@ mod tests {
 
     #[test]
     fn settings_are_merged_and_absent_fields_stay() {
-        let state = State::new(false, "user", None);
+        let state = State::new(None, "user", None);
         apply_settings(
             parse(r#"{"envVars":{"A":"1","B":"1"},"accessToken":"t","defaultWorkdir":"/w","sandboxID":"i1","x":1}"#),
             &state,

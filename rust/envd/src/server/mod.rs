@@ -1,17 +1,21 @@
 //! The HTTP server: accepts connections and routes requests.
 
 mod configure;
+mod greeting;
 pub mod metrics;
 mod router;
 
 use std::convert::Infallible;
+use std::io;
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::time::Duration;
 
 use hyper::body::Incoming;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::io::unix::AsyncFd;
+use tokio::io::Interest;
 
 use crate::http::{Peer, RequestBody, Survivor};
 use crate::log;
@@ -25,11 +29,18 @@ const ACCEPT_BACKOFF: Duration = Duration::from_millis(100);
 
 /// Accepts connections for ever. Idle connections are kept as long as the client keeps them: a server that closes first races
 /// with the client's next request.
-pub async fn serve(listener: TcpListener, state: Arc<State>) -> Infallible {
+///
+/// # Errors
+/// When the listener cannot be waited for.
+pub async fn serve(listener: TcpListener, state: Arc<State>) -> io::Result<Infallible> {
+    // SAFETY: the listener moves in, nothing else closes or replaces it, and it stays registered until the drop.
+    let listener = unsafe { AsyncFd::register_with_interest(listener, Interest::READABLE) }?;
     loop {
-        match listener.accept().await {
-            Ok((stream, _)) => {
-                tokio::spawn(connection(stream, state.clone()));
+        match listener.async_io(Interest::READABLE, TcpListener::accept).await {
+            Ok((stream, remote)) => {
+                if !greeting::answered(&stream, remote, &state) {
+                    tokio::spawn(connection(stream, remote, state.clone()));
+                }
             }
             Err(error) => {
                 log!("cannot accept a connection: {error}");
@@ -41,9 +52,13 @@ pub async fn serve(listener: TcpListener, state: Arc<State>) -> Infallible {
 
 /// Serves one connection until the client closes it, or until the guest has become another one: after a resume or a fork the
 /// other end is gone, and without this a stream on it would count as a reader that never reads.
-async fn connection(stream: TcpStream, state: Arc<State>) {
-    let (Ok(remote), Ok(local)) = (stream.peer_addr(), stream.local_addr()) else { return };
-    let peer = Peer { remote, local };
+async fn connection(stream: TcpStream, remote: SocketAddr, state: Arc<State>) {
+    let Ok(local) = stream.local_addr() else { return };
+    let Ok(stream) = stream.set_nonblocking(true).and_then(|()| stream.try_into()) else { return };
+    serve_http(stream, Peer { remote, local }, state).await;
+}
+
+async fn serve_http(stream: tokio::net::TcpStream, peer: Peer, state: Arc<State>) {
     let mut epoch = state.epoch.subscribe();
     let survivor = Survivor::default();
     let _ = stream.set_nodelay(true);

@@ -34,14 +34,14 @@ async fn dispatch(request: Request, state: Arc<State>) -> Result<Response, HttpE
             only(&request, &Method::POST)?;
             from_host(&request, &state)?;
             // Whoever gave the sandbox its token, or the one it was copied from, knows it; what else can reach this does not.
-            auth::check_token(state.settings().access_token.as_deref(), request.headers())?;
+            check_token(&request, &state)?;
             return configure::handle(request, &state).await;
         }
         path if path == "/files" || path.starts_with("/files/") => return Ok(files::handle(request, state).await),
         _ => {}
     }
 
-    auth::check_token(state.settings().access_token.as_deref(), request.headers())?;
+    check_token(&request, &state)?;
     if let Some(method) = path.strip_prefix("/process.Process/") {
         only(&request, &Method::POST)?;
         return Ok(process::dispatch(method, request, state).await);
@@ -63,13 +63,19 @@ async fn dispatch(request: Request, state: Arc<State>) -> Result<Response, HttpE
     }
 }
 
+/// # Errors
+/// 401 when the request lacks the sandbox's token.
+fn check_token(request: &Request, state: &State) -> Result<(), HttpError> {
+    state.with_settings(|settings| auth::check_token(settings.access_token.as_deref(), request.headers()))
+}
+
 /// Only the host may configure a guest: programs inside it could otherwise set its token or clock.
 ///
 /// # Errors
 /// 403 when the request comes from the guest itself.
 fn from_host(request: &Request, state: &State) -> Result<(), HttpError> {
     let from_self = request.extensions().get::<Peer>().is_none_or(Peer::is_self);
-    if state.is_init && from_self {
+    if state.machine.is_some() && from_self {
         return Err(HttpError::new(StatusCode::FORBIDDEN, "only the host may call this"));
     }
     Ok(())
