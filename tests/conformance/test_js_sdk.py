@@ -33,8 +33,9 @@ pytestmark = [
 ]
 
 
-def test_sdk(server: RealServer) -> None:
-    command = ["node", "--test", "--test-reporter=spec", "sdk.test.mjs"]
+@pytest.mark.parametrize("file", ["sdk.test.mjs", "states.test.mjs"])
+def test_sdk(server: RealServer, file: str) -> None:
+    command = ["node", "--test", "--test-reporter=spec", file]
     ran = subprocess.run(command, cwd=JS, env=server.e2b_environ, capture_output=True, text=True, timeout=DEADLINE)
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
@@ -71,5 +72,14 @@ def test_cli(server: RealServer, cli: Cli) -> None:
     assert cli("exec", sandbox_id, "--", "echo", "from the CLI") == "from the CLI\n"
     assert cli("exec", sandbox_id, "--", "wc", "-c", stdin="12345").strip() == "5"
     cli("exec", sandbox_id, "--", "exit 3", code=3)
+    cli("pause", sandbox_id)
+    assert server.http.get(f"/sandboxes/{sandbox_id}").json()["state"] == "paused"
+    cli("resume", sandbox_id)
+    assert server.http.get(f"/sandboxes/{sandbox_id}").json()["state"] == "running"
+    cli("snapshot", "create", sandbox_id)
+    (snapshot,) = server.http.get("/snapshots", params={"sandboxID": sandbox_id}).json()
+    assert snapshot["snapshotID"] in cli("snapshot", "list")
+    cli("snapshot", "delete", snapshot["snapshotID"])
+    assert server.http.get("/snapshots", params={"sandboxID": sandbox_id}).json() == []
     cli("kill", sandbox_id)
     assert sandbox_id not in server.ids()
