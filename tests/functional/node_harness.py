@@ -14,17 +14,22 @@ from typing import Any
 import httpx
 import pytest
 
-from aenv.config import ApiSettings, ImageSettings, OrchestratorSettings, Settings
+from aenv.config import ApiSettings, OrchestratorSettings, Settings, load
 from aenv.guest.provision import GuestBundle
-from aenv.images import plain
+from aenv.images.protocol import Stack
+from aenv.images.store import import_layer
 from aenv.network.fake import FakeNetwork
 from aenv.orchestrator.store import Store
 from aenv.server import WebServer, node
+from aenv.snapshots.making import of_layers
 from aenv.templates.models import Template
-from aenv.templates.store import TemplateStore
+from aenv.templates.store import CHECKPOINT, TemplateStore
 from aenv.vmm.fake import FakeHost, FakeVmm
 
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives disks to the VMMs' users: needs root")
+needs_root = pytest.mark.skipif(
+    os.geteuid() != 0 or not Path("/dev/fuse").exists(),
+    reason="gives disks to the VMMs' users and mounts: needs root and /dev/fuse",
+)
 
 KEY = "e2b_" + "0" * 40
 _nets = itertools.count(100)
@@ -47,10 +52,13 @@ def template(template_id: str = "tbase", *names: str) -> Template:
 
 
 async def publish(settings: Settings, made: Template) -> None:
+    """Publish a template whose disk, of one layer, is empty."""
+    raw = settings.home / "raw"
+    raw.write_bytes(bytes(made.disk_mb << 20))
+    layer = await import_layer(settings, raw)
     store = TemplateStore(settings.templates_dir)
     staging = store.stage()
-    (staging / plain.ROOTFS).write_bytes(bytes(1 << 20))
-    await plain.prepare(staging, store.path(made.id))
+    of_layers(staging / CHECKPOINT, disk=Stack(layers=(layer,), size=made.disk_mb << 20))
     store.publish(staging, made)
 
 
@@ -69,7 +77,7 @@ class Node:
             home=self.home,
             api=ApiSettings(port=0),
             orchestrator=self.limits,
-            images=ImageSettings(store="plain"),  # a fake VMM reads no disk
+            images=load().images,
         )
         self.network = FakeNetwork(self.max_slots, self.net)
         self._stack: contextlib.AsyncExitStack | None = None

@@ -141,12 +141,12 @@ async def test_one_that_hangs_is_killed_and_replaced(make: Make, monkeypatch: py
 
 
 async def test_block_devices_can_be_ruled_out(tmp_path: Path) -> None:
-    images = ImageSettings(store="blockd", blockd=load().images.blockd, ublk="off")
+    images = ImageSettings(blockd=load().images.blockd, ublk="off")
     try:
         store = make_store(Settings(home=tmp_path, images=images))
     except ProvisionError as error:
         pytest.skip(error.message)
-    await store.start([])
+    await store.start([], [])
     client = BlockdClient(Places.of_home(tmp_path).socket)
     ublk = (await client.version()).targets["ublk"]
     await client.aclose()

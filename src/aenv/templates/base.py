@@ -56,6 +56,8 @@ async def ensure_base(
     if any(known.id == template.id for known in store.list()):
         if not await asyncio.to_thread(_is_whole, store, template.id):
             await _bake(settings, store, template, rootfs, progress)
+        for name in _EARLIER:
+            (store.path(template.id) / name).unlink(missing_ok=True)
         progress(f"Template {NAME} is up to date")
         return store.resolve(template.id)
     staging = await asyncio.to_thread(store.stage)
@@ -86,8 +88,6 @@ async def _bake(
         await asyncio.to_thread(store.bake, template.id, staging / CHECKPOINT)
     finally:
         await asyncio.to_thread(shutil.rmtree, staging, ignore_errors=True)
-    for name in _EARLIER:
-        (store.path(template.id) / name).unlink(missing_ok=True)
 
 
 def _is_whole(store: TemplateStore, template_id: str) -> bool:

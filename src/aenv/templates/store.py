@@ -116,7 +116,7 @@ class TemplateStore:
         """
         keys = [":".join(parse(name)) for name in template.names]
         place = self.path(template.id)
-        sync_files(read(staging / CHECKPOINT).files)
+        checkpoint = read(staging / CHECKPOINT)
         with self._changing(f"publish template {template.id}"):
             names = self._read_names()
             self._check_free(template, [names[key] for key in keys if key in names])
@@ -124,10 +124,12 @@ class TemplateStore:
                 self._repair(template, staging)
             else:
                 _write(staging / MANIFEST, manifest.encode(template))
+                sync_files(
+                    [*checkpoint.files, staging / MANIFEST]
+                )  # at once: one turn of the disk
                 _link_checkpoint(staging, staging / CHECKPOINT)
                 staging.rename(place)
-            _write(self._dir / NAMES, names | dict.fromkeys(keys, template.id))
-            sync(self._dir)
+            self._write_names(names | dict.fromkeys(keys, template.id))
 
     def bake(self, template_id: str, folder: Path) -> None:
         """Make the checkpoint in `folder`, which moves, what sandboxes of a template start from now on.
@@ -161,7 +163,7 @@ class TemplateStore:
             names = self._read_names()
             kept = {key: known for key, known in names.items() if known != template.id}
             if kept != names:
-                _write(self._dir / NAMES, kept)
+                self._write_names(kept)
             try:
                 self.path(template.id).rename(trash)
             except FileNotFoundError:
@@ -210,12 +212,21 @@ class TemplateStore:
             self._read_manifest(template.id)
         except ProvisionError:
             _write(place / MANIFEST, manifest.encode(template))
+            sync(place / MANIFEST)
         try:
             self.checkpoint(template.id)
         except ImageError:
+            sync_files(read(staging / CHECKPOINT).files)
             _link_checkpoint(place, staging / CHECKPOINT)
         sync(place)
         shutil.rmtree(staging)
+
+    def _write_names(self, names: Mapping[str, str]) -> None:
+        """Make names mean something else; tells other processes that there is something new."""
+        fresh = _write(self._dir / f"{NAMES}.new", names)
+        sync(fresh)
+        fresh.replace(self._dir / NAMES)
+        sync(self._dir)
 
     def _read(self) -> "_Tables":
         """What there is now."""
@@ -331,10 +342,6 @@ def _link_checkpoint(place: Path, folder: Path) -> None:
     link.replace(place / CHECKPOINT)
 
 
-def _write(path: Path, value: object) -> None:
-    fresh = path.with_suffix(".new")
-    with fresh.open("w") as file:
-        file.write(json.dumps(value, indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    fresh.replace(path)
+def _write(path: Path, value: object) -> Path:
+    path.write_text(json.dumps(value, indent=2) + "\n")
+    return path
