@@ -1,8 +1,8 @@
 """A real server for tests: `aenv server` as its own process, in a home of its own.
 
-Guest kernel and templates are those this machine was provisioned with (`aenv setup`, which `make test` runs first), by
-symbolic links: a server only reads them. Database, secrets, sandboxes, port, addresses and user ids are its own, so a
-server that the machine's owner runs is not disturbed.
+Guest kernel and templates are those this machine was provisioned with (`aenv setup`, which `make test` runs first): a
+symbolic link to the kernel, hard ones to the templates' files, which never change. Database, secrets, sandboxes, port,
+addresses and user ids are its own, so a server that the machine's owner runs is not disturbed.
 """
 
 import asyncio
@@ -36,8 +36,6 @@ from disks import fsck_running
 KEY = "e2b_" + "5e" * 20
 CIDR = "10.215.0.0/20"
 UID_BASE = "2600000"
-PROVISIONED = ("guest", "templates", "layers")
-"""What a test's home shares with the machine's."""
 
 needs_node = pytest.mark.skipif(
     os.geteuid() != 0 or platform.machine() != "x86_64", reason="runs a node with real microVMs: needs root on x86_64"
@@ -64,9 +62,9 @@ class RealServer:
         except ProvisionError as error:
             pytest.skip(f"this machine is not provisioned: {error.message}")
         self.home = home
-        for name in PROVISIONED:
-            if (provisioned / name).exists():
-                (home / name).symlink_to((provisioned / name).resolve())
+        (home / "guest").symlink_to((provisioned / "guest").resolve())
+        if (templates := provisioned / "templates").exists():
+            shutil.copytree(templates, home / "templates", symlinks=True, copy_function=_link)
         # The KVM trial is made once on a machine; each home keeps a copy of its answer.
         asyncio.run(AccelProver(home=provisioned, settings=VmmSettings(), bundle=bundle).decide())
         (home / "cache").mkdir()
@@ -210,6 +208,14 @@ class RealServer:
 
 
 NOTHING: dict[str, list[str]] = {"vmms": [], "folders": [], "cgroups": []}
+
+
+def _link(source: str, target: str) -> str:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system
+        shutil.copy2(source, target)
+    return target
 
 
 @contextlib.contextmanager

@@ -20,8 +20,7 @@ from aenv.config import load
 from aenv.guest.cmdline import kernel_cmdline
 from aenv.guest.provision import GuestBundle, load_bundle
 from aenv.guest.tsc import host_tsc_khz
-from aenv.images.plain import ROOTFS
-from aenv.templates.store import TemplateStore
+from aenv.templates.base import rootfs_of
 
 pytestmark = [
     pytest.mark.vm,
@@ -45,9 +44,7 @@ def bundle() -> GuestBundle:
 
 @pytest.fixture(scope="module")
 def rootfs() -> Path:
-    store = TemplateStore(load().templates_dir)
-    base = next(template for template in store.list() if "base" in template.names)
-    return store.path(base.id) / ROOTFS
+    return rootfs_of(load())
 
 
 @contextlib.asynccontextmanager

@@ -19,9 +19,8 @@ from aenv.guest.connect import ConnectClient
 from aenv.guest.initramfs import build_initramfs
 from aenv.guest.modules import BOOT_MODULES, load_order
 from aenv.guest.provision import GuestBundle
-from aenv.images.plain import ROOTFS
 from aenv.images.store import find_blockd
-from aenv.templates.store import TemplateStore
+from aenv.templates.base import rootfs_of
 
 pytestmark = [
     pytest.mark.vm,
@@ -64,10 +63,8 @@ def _envd(home: Path) -> bytes:
 
 async def test_an_image_is_a_block_device(bundle: GuestBundle, tmp_path: Path) -> None:
     settings = load()
-    store = TemplateStore(settings.templates_dir)
-    base = next(template for template in store.list() if "base" in template.names)
     async with (
-        boot(bundle, store.path(base.id) / ROOTFS, tmp_path) as guest,
+        boot(bundle, rootfs_of(settings), tmp_path) as guest,
         httpx.AsyncClient(base_url=guest.url, timeout=60) as http,
     ):
         for source, target in ((find_blockd(settings), BINARY), (GUEST_SCRIPT, "/root/ublk_guest.py")):

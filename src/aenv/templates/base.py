@@ -35,8 +35,7 @@ async def ensure_base(
     The root file system is made in the cache and imported as a layer, which is the disk of the template's checkpoint;
     the server adds memory to it. Raises ProvisionError, InsufficientStorage, ImageError.
     """
-    resources = settings.templates
-    rootfs = settings.home / "cache" / "rootfs" / f"{NAME}-{resources.disk_mb}.ext4"
+    resources, rootfs = settings.templates, rootfs_of(settings)
     manifest = await build_base_rootfs(rootfs, resources.disk_mb, progress)
     identity = f"{manifest.digest} {resources.cpu_count} {resources.memory_mb} {resources.disk_mb} {envd_version}"
     digest = hashlib.sha256(identity.encode()).digest()
@@ -68,6 +67,11 @@ async def ensure_base(
         await asyncio.to_thread(shutil.rmtree, staging, ignore_errors=True)
     progress(f"Template {NAME} is {template.id}")
     return template
+
+
+def rootfs_of(settings: Settings) -> Path:
+    """The raw ext4 image that the template's disk was made from."""
+    return settings.home / "cache" / "rootfs" / f"{NAME}-{settings.templates.disk_mb}.ext4"
 
 
 async def _import(settings: Settings, rootfs: Path, folder: Path, progress: Callable[[str], None]) -> None:

@@ -124,9 +124,7 @@ class TemplateStore:
                 self._repair(template, staging)
             else:
                 _write(staging / MANIFEST, manifest.encode(template))
-                sync_files(
-                    [*checkpoint.files, staging / MANIFEST]
-                )  # at once: one turn of the disk
+                sync_files([*checkpoint.files, staging / MANIFEST])  # at once: one turn of the disk
                 _link_checkpoint(staging, staging / CHECKPOINT)
                 staging.rename(place)
             self._write_names(names | dict.fromkeys(keys, template.id))
