@@ -390,7 +390,7 @@ for line in sys.stdin:
 
     def __init__(self, image: Path) -> None:
         argv = [sys.executable, "-c", self._CODE, image]
-        self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, user=UID, group=UID)
+        self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.address, size = map(int, self._answer().split())
         known = identify(self.process.pid)
         assert known is not None

@@ -109,6 +109,36 @@ def test_what_a_read_only_image_is(blockd: Blockd) -> None:
     assert not readable(1235)
 
 
+def test_a_shared_image_is_everybodys_to_read(blockd: Blockd) -> None:
+    base = blockd.layer("base", bytes(MIB))
+    alone = Path(blockd.call("attach", image="alone", layers=[base])["path"])
+    shared = Path(blockd.call("attach", image="shared", layers=[base], shared=True)["path"])
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (alone, shared)]
+    assert modes == [0o400, 0o444]
+    with pytest.raises(Refused, match="for images without an upper") as refused:
+        blockd.call("attach", image="disk", layers=[base], upper={"dir": str(blockd.root / "upper")}, shared=True)
+    assert refused.value.code == "invalid"
+
+
+def test_the_files_of_layers_are_known(blockd: Blockd, tmp_path: Path) -> None:
+    def files() -> list[str]:
+        return [layer["path"] for layer in blockd.call("stat", image="disk")["layers"]]
+
+    base = blockd.layer("base", noise(1, MIB))
+    blockd.call("attach", image="other", layers=[base])
+    link = tmp_path / "link"  # the same layer by another name, of this image
+    os.link(base["path"], link)
+    blockd.call("attach", image="disk", layers=[{"path": str(link)}], upper={"dir": str(tmp_path / "upper")})
+    names = [str(tmp_path / f"layer{n}") for n in range(4)]
+    for n, name in enumerate(names[:3]):
+        write(blockd.mount / "disk", n * 4096, noise(n, 4096))
+        blockd.call("seal", image="disk", layer=name)
+    assert files() == [str(link), *names[:3]]
+    blockd.call("compact", **{"image": "disk", "from": 1, "to": 3, "output": names[3]})
+    assert files() == [str(link), names[3], names[2]]
+    assert blockd.call("stat", image="other")["layers"][0]["path"] == base["path"]
+
+
 def test_seeking_shows_the_holes(blockd: Blockd, tmp_path: Path) -> None:
     base = blockd.layer("base", bytes(content()))
     blockd.call("attach", image="disk", layers=[base], upper={"dir": str(tmp_path / "upper")}, size=16 * MIB)

@@ -155,6 +155,21 @@ impl ByteSource for CachedLayer {
         }
     }
 
+    fn prefetch(&self, offset: u64, len: u64) -> io::Result<()> {
+        if let Some(local) = self.local.get() {
+            return local.prefetch(offset, len);
+        }
+        let end = offset.saturating_add(len).min(self.fetcher.layer.size);
+        // Both are within the layer, whose blocks fit 32 bits.
+        let blocks = (offset / BLOCK) as u32..end.div_ceil(BLOCK) as u32;
+        if offset >= end {
+            return Ok(());
+        }
+        let fetcher = self.fetcher.clone();
+        self.fetcher.shared.wait(async move { fetcher.background(blocks).await })?;
+        Ok(())
+    }
+
     fn as_file(&self) -> Option<&File> {
         self.local.get().and_then(ByteSource::as_file)
     }

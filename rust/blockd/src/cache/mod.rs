@@ -24,27 +24,20 @@ mod files;
 mod flight;
 mod layer;
 mod layout;
-mod prefetch;
 mod readahead;
-mod recorder;
 mod registry;
 mod shared;
 mod source;
 mod state;
 mod stats;
-mod working_set;
 
 pub use complete::CompleteError;
 pub use layer::CachedLayer;
 pub use layout::{BLOCK, MAX_LAYER};
-pub use prefetch::PrefetchReport;
-pub use recorder::{Recorded, Recorder};
 pub use source::{LayerSource, RemoteLayer};
 pub use stats::CacheStats;
-pub use working_set::{LayerId, Touch, WorkingSet, WorkingSetError};
 
 use std::fs::File;
-use std::future::Future;
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, FileExt};
 use std::path::PathBuf;
@@ -189,7 +182,7 @@ impl Cache {
             Key::new(&[b"digest", &digest.0, origin.shown().as_bytes(), &size], true)
         } else {
             let probe = origin.clone();
-            let validator = self.wait(async move { probe.probe().await });
+            let validator = self.shared.wait(async move { probe.probe().await });
             let validator =
                 validator.map_err(|error| SharedError { url: origin.shown().clone(), error: Arc::new(error) })?;
             if validator.is_empty() {
@@ -213,18 +206,6 @@ impl Cache {
         let open = self.open_layers();
         let matching = open.iter().filter(|layer| layer.url().starts_with(url_prefix));
         matching.map(|layer| layer.set_headers(headers.clone())).count()
-    }
-
-    /// Runs `work` on the cache's threads and waits for it.
-    pub fn wait<T: Send + 'static>(&self, work: impl Future<Output = T> + Send + 'static) -> T {
-        match tokio::runtime::Handle::try_current() {
-            // A blocking thread of another runtime may wait; `block_on` would refuse there only on its workers.
-            Ok(_) => std::thread::scope(|scope| {
-                let waiter = scope.spawn(|| self.shared.runtime.block_on(work));
-                waiter.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-            }),
-            Err(_) => self.shared.runtime.block_on(work),
-        }
     }
 
     /// What the cache holds and did.

@@ -1,5 +1,6 @@
 //! What all layers of a cache share: the bound, the eviction, the memory budget.
 
+use std::future::Future;
 use std::path::PathBuf;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
@@ -36,6 +37,18 @@ pub(super) struct Shared {
 }
 
 impl Shared {
+    /// Runs `work` on the cache's threads and waits for it.
+    pub(super) fn wait<T: Send + 'static>(&self, work: impl Future<Output = T> + Send + 'static) -> T {
+        match Handle::try_current() {
+            // A blocking thread of another runtime may wait; `block_on` would refuse there only on its workers.
+            Ok(_) => std::thread::scope(|scope| {
+                let waiter = scope.spawn(|| self.runtime.block_on(work));
+                waiter.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+            }),
+            Err(_) => self.runtime.block_on(work),
+        }
+    }
+
     pub(super) fn buffers(&self, lane: Lane) -> &Arc<Semaphore> {
         match lane {
             Lane::Demand => &self.demand_buffers,

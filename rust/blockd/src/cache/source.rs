@@ -99,6 +99,10 @@ impl ByteSource for LayerSource {
         self.source().read_exact_at(buf, offset)
     }
 
+    fn prefetch(&self, offset: u64, len: u64) -> io::Result<()> {
+        self.source().prefetch(offset, len)
+    }
+
     fn as_file(&self) -> Option<&File> {
         self.source().as_file()
     }

@@ -26,12 +26,21 @@ enum Wanted<'a> {
 impl Service {
     pub(super) fn attach(&self, request: &Attach) -> Result<Value, Error> {
         check_name(&request.image)?;
+        if request.shared && request.upper.is_some() {
+            return Err(Error::invalid(format!("image {}: \"shared\" is for images without an upper", request.image)));
+        }
         let wanted = self.choose(request)?;
         let place = self.table.reserve(&request.image)?;
         let (image, upper) = self.open(request)?;
         let extents = image.stack().extents() + image.upper().map_or(0, |upper| upper.stats().extents);
         let (size, layers) = (image.size(), image.stack().layers().len());
-        let image = Arc::new(Attached::new(&request.image, place.node(), image, upper, request.owner, request.record));
+        let Attach { owner, shared, record, .. } = *request;
+        let image = Arc::new(Attached::new(&request.image, place.node(), image, upper, owner, shared, record));
+        for (layer, spec) in image.image().stack().layers().iter().zip(&request.layers) {
+            if let Some(path) = &spec.path {
+                image.note_file(layer, path);
+            }
+        }
         let fallback = match wanted {
             Wanted::File => None,
             Wanted::FileInstead(reason) => Some(reason),

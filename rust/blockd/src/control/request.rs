@@ -51,6 +51,9 @@ pub struct Attach {
     pub record: bool,
     #[serde(default)]
     pub owner: Owner,
+    /// Everybody may read it.
+    #[serde(default)]
+    pub shared: bool,
 }
 
 #[derive(Debug, Deserialize)]

@@ -56,6 +56,7 @@ impl Service {
                     "parent": info.parent.to_string(),
                     "virtual_size": info.virtual_size,
                     "bytes": layer.source().size(),
+                    "path": image.file(layer).map(|path| path.to_string_lossy().into_owned()),
                     "durable": layer.is_durable(),
                 })
             })

@@ -186,7 +186,11 @@ fn attributes(session: &Session, node: u64) -> Answer<AttrOut> {
 fn file_attributes(image: &Attached) -> Attr {
     let since = image.attached_at().duration_since(UNIX_EPOCH).unwrap_or_default();
     let (seconds, nanoseconds) = (since.as_secs(), since.subsec_nanos());
-    let mode = if image.is_writable() { 0o100_600 } else { 0o100_400 };
+    let mode = match (image.is_writable(), image.is_shared()) {
+        (true, _) => 0o100_600,
+        (false, true) => 0o100_444,
+        (false, false) => 0o100_400,
+    };
     Attr {
         ino: image.node(),
         size: image.size(),

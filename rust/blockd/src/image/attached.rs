@@ -2,11 +2,12 @@
 
 use std::error::Error as StdError;
 use std::io;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
-use overlaybd::{Image, Place, SECTOR};
+use overlaybd::{Image, Layer, Place, SECTOR};
 use rustix::io::Errno;
 
 use crate::image::upper::NameSync;
@@ -48,27 +49,40 @@ pub struct Attached {
     image: Image,
     writable: bool,
     owner: Owner,
+    shared: bool,
     attached_at: SystemTime,
     handles: Handles,
     gate: Gate,
     counters: Counters,
     recorder: Option<Recorder>,
     names: Option<Arc<NameSync>>,
+    /// The layers' files, by the address of the layer, which the stack keeps from being used again.
+    files: Mutex<Vec<(usize, PathBuf)>>,
     /// Held by whoever changes what the image is made of: one seal, swap or detach at a time.
     upper: Mutex<Option<UpperDir>>,
 }
 
 impl Attached {
-    /// An image, with the directory of its upper if it has one.
-    pub fn new(name: &str, node: u64, image: Image, upper: Option<UpperDir>, owner: Owner, record: bool) -> Self {
+    /// An image, with the directory of its upper if it has one; `shared` if everybody may read it.
+    pub fn new(
+        name: &str,
+        node: u64,
+        image: Image,
+        upper: Option<UpperDir>,
+        owner: Owner,
+        shared: bool,
+        record: bool,
+    ) -> Self {
         Self {
             name: name.to_owned(),
             node,
             writable: upper.is_some(),
             names: upper.as_ref().map(UpperDir::names),
             recorder: record.then(|| Recorder::new(image.size())),
+            files: Mutex::default(),
             image,
             owner,
+            shared,
             attached_at: SystemTime::now(),
             handles: Handles::default(),
             gate: Gate::default(),
@@ -100,6 +114,25 @@ impl Attached {
     /// Who may open it.
     pub fn owner(&self) -> Owner {
         self.owner
+    }
+
+    /// Whether everybody may read it.
+    pub fn is_shared(&self) -> bool {
+        self.shared
+    }
+
+    /// Notes the file of one of its layers.
+    pub fn note_file(&self, layer: &Arc<Layer>, path: &Path) {
+        let stack = self.image.stack();
+        let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
+        files.retain(|(known, _)| stack.layers().iter().any(|layer| address(layer) == *known));
+        files.push((address(layer), path.to_owned()));
+    }
+
+    /// The file that one of its layers was opened from or became; none for one that has only an origin.
+    pub fn file(&self, layer: &Arc<Layer>) -> Option<PathBuf> {
+        let files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
+        files.iter().rev().find(|(known, _)| *known == address(layer)).map(|(_, path)| path.clone())
     }
 
     /// When it was attached.
@@ -226,6 +259,10 @@ impl Attached {
         }
         errno(error)
     }
+}
+
+fn address(layer: &Arc<Layer>) -> usize {
+    Arc::as_ptr(layer) as usize
 }
 
 fn errno(error: &(dyn StdError + 'static)) -> Errno {

@@ -129,5 +129,6 @@ pub fn compact_run(image: &Attached, request: &CompactRun<'_>, layers: &Layers) 
         .image()
         .replace_layers(run, &by)
         .map_err(|e| Error::caused(Code::Io, format_args!("compacting image {}", image.name()), &e))?;
+    image.note_file(&by, request.path);
     Ok(made)
 }

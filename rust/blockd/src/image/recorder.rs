@@ -5,6 +5,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
+use overlaybd::{Place, Segment, SECTOR};
 use serde::{Deserialize, Serialize};
 
 use crate::image::files::NewFile;
@@ -18,8 +19,14 @@ const CHUNK: u64 = 64 << 10;
 const MAX_CHUNKS: u64 = 1 << 20;
 /// Largest working set file taken in.
 const MAX_FILE: u64 = 64 << 20;
-/// Reads in flight while fetching ahead.
+/// Requests in flight while fetching ahead.
 const FETCHERS: usize = 4;
+/// Pieces are put in the order of their places within so many bytes; the order of these windows stays.
+const WINDOW: u64 = 64 << 20;
+/// Ranges closer than this are fetched as one.
+const GAP: u64 = 128 << 10;
+/// Most bytes of one request.
+const REQUEST: u64 = 4 << 20;
 /// Largest piece that a working set may have.
 const MAX_CHUNK: u64 = 16 << 20;
 
@@ -81,6 +88,15 @@ impl WorkingSet {
         self.runs.iter().fold(0, |sum, (_, count)| sum.saturating_add(*count))
     }
 
+    /// Where the pieces within an image of `size` bytes are. Runs may lie: what is outside ends them, and there are no more pieces
+    /// than an image can have, so the work is bounded.
+    fn pieces(&self, size: u64) -> impl Iterator<Item = u64> + '_ {
+        let within = move |i: u64| i.checked_mul(self.chunk).filter(|offset| *offset < size);
+        let runs = self.runs.iter();
+        let pieces = runs.flat_map(move |(first, count)| (*first..first.saturating_add(*count)).map_while(within));
+        pieces.take(size.div_ceil(self.chunk) as usize)
+    }
+
     /// Writes the file `path`.
     ///
     /// # Errors
@@ -107,7 +123,7 @@ impl WorkingSet {
         }
         let bytes = std::fs::read(path).map_err(failed)?;
         let set: Self = serde_json::from_slice(&bytes).map_err(|e| Error::caused(Code::Corrupt, &what, &e))?;
-        if set.version != 1 || set.chunk == 0 || set.chunk > MAX_CHUNK {
+        if set.version != 1 || !(CHUNK..=MAX_CHUNK).contains(&set.chunk) || !set.chunk.is_power_of_two() {
             let Self { version, chunk, .. } = set;
             return Err(Error::new(Code::Corrupt, format!("{what}: version {version} or piece of {chunk} is unknown")));
         }
@@ -115,31 +131,31 @@ impl WorkingSet {
     }
 }
 
-/// Reads the pieces of a working set, several at a time, so that they are in the caches. Gives the bytes read.
+/// Gets the pieces of a working set ready to be read, several at a time: blocks of remote layers into the cache, local files
+/// into the page cache. Gives the bytes of the image that were asked for.
 ///
 /// # Errors
-/// The first read that failed.
+/// The first layer that failed.
 pub fn prefetch(image: &Attached, set: &WorkingSet) -> Result<u64, Error> {
-    let in_image = |i: u64| i.checked_mul(set.chunk).filter(|offset| *offset < image.size());
-    // Runs may lie: what is outside the image ends them, so the work is bounded by the image's size for each.
-    let pieces: Vec<u64> = set
-        .runs
-        .iter()
-        .flat_map(|(first, count)| (*first..first.saturating_add(*count)).map_while(in_image))
-        .take(MAX_CHUNKS as usize)
+    let stack = image.image().stack();
+    let pieces: Vec<u64> = set.pieces(image.size()).collect();
+    let ranges: Vec<LayerRange> = pieces
+        .chunks((WINDOW / set.chunk).max(1) as usize)
+        .flat_map(|window| {
+            let mut segments = Vec::new();
+            for at in window {
+                stack.resolve(at / SECTOR, (at + set.chunk).min(image.size()).div_ceil(SECTOR), &mut segments);
+            }
+            merge(&segments)
+        })
         .collect();
-    let (next, bytes) = (AtomicUsize::new(0), AtomicU64::new(0));
-    let fetch = || -> Result<(), overlaybd::ReadError> {
-        let mut buf = vec![0; set.chunk as usize];
-        while let Some(offset) = pieces.get(next.fetch_add(1, Ordering::Relaxed)) {
-            // Not through `Attached::read`: this is not the guest reading.
-            match image.image().read_at(&mut buf, *offset) {
-                Ok(len) => bytes.fetch_add(len as u64, Ordering::Relaxed),
-                Err(error) => {
-                    next.store(pieces.len(), Ordering::Relaxed);
-                    return Err(error);
-                }
-            };
+    let next = AtomicUsize::new(0);
+    let fetch = || -> std::io::Result<()> {
+        while let Some(range) = ranges.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let Some(layer) = stack.layers().get(usize::from(range.layer)) else { continue };
+            layer.source().prefetch(range.start, range.end - range.start).inspect_err(|_| {
+                next.store(ranges.len(), Ordering::Relaxed);
+            })?;
         }
         Ok(())
     };
@@ -151,7 +167,42 @@ pub fn prefetch(image: &Attached, set: &WorkingSet) -> Result<u64, Error> {
         let result = result.map_err(|_| Error::new(Code::Io, "a prefetching thread panicked"))?;
         result.map_err(|e| Error::caused(Code::Io, format_args!("prefetching image {}", image.name()), &e))?;
     }
-    Ok(bytes.into_inner())
+    Ok(pieces.iter().map(|at| set.chunk.min(image.size() - at)).sum())
+}
+
+/// Bytes of a layer's file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct LayerRange {
+    layer: u16,
+    start: u64,
+    end: u64,
+}
+
+/// What the segments hold, by layer and place in it, in ranges as large as a request should be.
+fn merge(segments: &[Segment]) -> Vec<LayerRange> {
+    let range = |segment: &Segment| match segment.place {
+        Place::Data { layer, sector } => {
+            Some(LayerRange { layer, start: sector * SECTOR, end: (sector + segment.len) * SECTOR })
+        }
+        Place::Hole | Place::Zero => None,
+    };
+    let mut ranges: Vec<_> = segments.iter().filter_map(range).collect();
+    ranges.sort_unstable_by_key(|range| (range.layer, range.start));
+    let mut merged: Vec<LayerRange> = Vec::new();
+    for next in ranges {
+        match merged.last_mut() {
+            Some(last) if last.layer == next.layer && next.start <= last.end + GAP => last.end = last.end.max(next.end),
+            _ => merged.push(next),
+        }
+    }
+    let cut = |LayerRange { layer, start, end }: LayerRange| {
+        (start..end).step_by(REQUEST as usize).map(move |at| LayerRange {
+            layer,
+            start: at,
+            end: end.min(at + REQUEST),
+        })
+    };
+    merged.into_iter().flat_map(cut).collect()
 }
 
 #[cfg(test)]
@@ -180,5 +231,31 @@ mod tests {
     #[test]
     fn absurd_sizes_cost_little() {
         assert!(Recorder::new(overlaybd::MAX_VIRTUAL_SIZE).seen.len() as u64 <= MAX_CHUNKS / 64);
+        let runs = vec![(3, u64::MAX), (0, 1), (u64::MAX, 2), (1, u64::MAX)];
+        let set = WorkingSet { version: 1, chunk: CHUNK, runs };
+        assert_eq!(set.pieces(5 * CHUNK - 1).collect::<Vec<_>>(), [3, 4, 0, 1, 2].map(|i| i * CHUNK));
+    }
+
+    #[test]
+    fn neighbours_become_large_ranges() {
+        const MIB: u64 = 1 << 20;
+        let data = |layer, at: u64, len: u64| Segment {
+            offset: 77,
+            len: len / SECTOR,
+            place: Place::Data { layer, sector: at / SECTOR },
+        };
+        let zero = Segment { place: Place::Zero, ..data(0, 0, MIB) };
+        let segments = [
+            data(0, 5 * MIB, MIB),
+            data(1, 0, CHUNK),
+            zero,
+            data(0, 6 * MIB + GAP, 4 * MIB),
+            data(1, GAP + 2 * CHUNK, CHUNK),
+            data(0, 5 * MIB + CHUNK, CHUNK),
+        ];
+        let merged: Vec<_> = merge(&segments).iter().map(|range| (range.layer, range.start, range.end)).collect();
+        let end = 10 * MIB + GAP;
+        let expected = [(0, 5 * MIB, 9 * MIB), (0, 9 * MIB, end), (1, 0, CHUNK), (1, GAP + 2 * CHUNK, GAP + 3 * CHUNK)];
+        assert_eq!(merged, expected);
     }
 }

@@ -79,6 +79,7 @@ pub fn seal(image: &Attached, path: &Path, layers: &Layers) -> Result<Sealed, Er
     files::remove(&data).map_err(failed)?;
     dir.names().changed();
     layers.adopt(path, &layer);
+    image.note_file(&layer, path);
     let extents = upper.stats().extents;
     let bytes = path.metadata().map_err(failed)?.size();
     Ok(Sealed { path: path.to_owned(), bytes, extents, layer, keep: [dir.index(n), link] })
