@@ -55,10 +55,12 @@ class LayerStore:
             return self.publish(staged, made.digest or "")
 
     def sweep(self) -> None:
-        """Delete what interrupted work left: by its age, as a running server may be making a layer."""
-        for left in self.directory.glob(_NEW + "*"):
+        """Delete what interrupted work left, and layers that no checkpoint has: by their age, as either may be in the
+        making."""
+        for left in self.directory.glob("*"):
             with suppress(FileNotFoundError):
-                if time.time() - left.stat().st_mtime > _STALE:
+                found = left.stat()
+                if found.st_nlink == 1 and time.time() - found.st_mtime > _STALE:
                     left.unlink()
 
 
