@@ -53,6 +53,7 @@ def template(template_id: str = "tbase", *names: str) -> Template:
 
 async def publish(settings: Settings, made: Template) -> None:
     """Publish a template whose disk, of one layer, is empty."""
+    settings.home.mkdir(parents=True, exist_ok=True)
     raw = settings.home / "raw"
     raw.write_bytes(bytes(made.disk_mb << 20))
     layer = await import_layer(settings, raw)

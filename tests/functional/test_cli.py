@@ -73,7 +73,7 @@ class TestNode:
         assert (ran.code, ran.out, ran.err) == (0, "", "There are no sandboxes to delete.\n")
 
     async def test_timeout(self, node: Node, cli: Cli) -> None:
-        sandbox_id = (await node.create(timeout=1000))["sandboxID"]
+        sandbox_id = (await node.create(timeout=1000, autoPause=False))["sandboxID"]
         assert (await cli("timeout", sandbox_id, "3000")).code == 0
         assert "49m" in (await cli("ls", "-o", "table")).out
         assert (await cli("timeout", sandbox_id, "0")).code == 0
