@@ -6,9 +6,8 @@ mod cache_common;
 
 use std::fs::OpenOptions;
 use std::os::unix::fs::FileExt;
-use std::sync::Arc;
 
-use blockd::cache::{Cache, LayerId, LayerSource, OpenCacheError, Recorder, RemoteLayer, WorkingSet};
+use blockd::cache::{Cache, LayerSource, OpenCacheError, RemoteLayer};
 use cache_common::{cache, content, disk_usage, open, read, settle, Act, Server, BLOCK_LEN};
 use overlaybd::ByteSource;
 
@@ -264,66 +263,42 @@ fn the_directory_may_be_deleted_at_any_time() {
 }
 
 #[test]
-fn a_recorded_working_set_is_prefetched_in_large_ranges() {
+fn a_prefetch_fetches_what_is_missing_in_large_ranges() {
     const BLOCKS: usize = 48;
-    let server = Server::new(content(BLOCKS * BLOCK_LEN));
-    let size = server.shared.content.len() as u64;
-    let id = LayerId::new(None, "layer", size);
-    let touched: Vec<usize> = (0..BLOCKS).step_by(3).chain(20..40).collect();
-    let files = tempfile::tempdir().unwrap();
-    let path = files.path().join("set");
-    {
-        let dir = tempfile::tempdir().unwrap();
-        let cache = cache(dir.path(), LIMIT);
-        let layer = open(&cache, &server);
-        let recorder = Recorder::new(vec![id]);
-        let recorded = recorder.wrap(0, Arc::new(layer));
-        let mut buf = [0; 10];
-        for block in &touched {
-            recorded.read_exact_at(&mut buf, at(*block)).unwrap();
-        }
-        recorder.working_set().save(&path).unwrap();
-    }
     let dir = tempfile::tempdir().unwrap();
+    let server = Server::new(content(BLOCKS * BLOCK_LEN - 5));
     let cache = cache(dir.path(), LIMIT);
     let layer = open(&cache, &server);
-    let set = WorkingSet::load(&path).unwrap();
-    let before = server.seen().len();
-    let stranger = WorkingSet { layers: vec![LayerId::new(None, "other", size)], ..set.clone() };
-    let report = cache.prefetch(&stranger, &[(id, layer.clone())]);
-    assert_eq!((report.fetched, report.unknown), (0, set.blocks()));
-    let report = cache.prefetch(&set, &[(id, layer.clone())]);
-    let mut distinct = touched.clone();
-    distinct.sort_unstable();
-    distinct.dedup();
-    assert_eq!(report.wanted, distinct.len() as u64);
-    assert_eq!((report.fetched, report.unknown, report.truncated), (distinct.len() as u64, 0, false), "{report:?}");
-    let requests = server.seen().len() - before;
-    assert!(requests <= distinct.len() / 2, "{requests} requests for {} blocks", distinct.len());
+    read(&layer, at(22), 10).unwrap();
     settle(&cache);
     let before = server.seen().len();
-    for block in distinct {
+    layer.prefetch(at(20) + 1, at(20) - 2).unwrap();
+    let asked = || server.seen()[before..].iter().map(|seen| seen.range.clone()).collect::<Vec<_>>();
+    assert_eq!(asked(), [at(20)..at(22), at(23)..at(39), at(39)..at(40)]);
+    // What is there, what is empty and what is outside cost nothing.
+    layer.prefetch(at(20), at(20)).unwrap();
+    layer.prefetch(at(3), 0).unwrap();
+    layer.prefetch(u64::MAX - 3, 10).unwrap();
+    assert_eq!(asked().len(), 3);
+    layer.prefetch(at(47) + 7, u64::MAX).unwrap();
+    assert_eq!(asked().last(), Some(&(at(47)..at(48) - 5)));
+    settle(&cache);
+    for block in (20..40).chain([47]) {
         assert!(read(&layer, at(block), 100).unwrap() == server.shared.content[block * BLOCK_LEN..][..100]);
     }
-    assert_eq!(cache.stats().misses, 0);
-    // Read-ahead of the run of neighbours may go beyond it; nothing else is asked.
-    assert!(server.seen()[before..].iter().all(|seen| seen.range.start >= at(40)));
-    assert_eq!(cache.prefetch(&set, &[(id, layer)]).fetched, 0);
+    assert_eq!(cache.stats().misses, 1);
 }
 
 #[test]
-fn a_prefetch_from_a_failing_origin_says_so_once() {
+fn a_prefetch_from_a_failing_origin_says_so() {
     let dir = tempfile::tempdir().unwrap();
     let server = Server::new(content(32 * BLOCK_LEN));
     let cache = cache(dir.path(), LIMIT);
     let layer = open(&cache, &server);
-    let id = LayerId::new(None, "layer", server.shared.content.len() as u64);
-    let mut set = WorkingSet { layers: vec![id], touches: vec![] };
-    (0..32).step_by(2).for_each(|block| assert!(set.push(0, block)));
     server.always(Act::Status(404, vec![]));
-    let report = cache.prefetch(&set, &[(id, layer)]);
-    assert_eq!((report.fetched, report.errors.len()), (0, 1));
-    assert!(report.errors[0].contains("404"));
+    let error = layer.prefetch(0, at(32)).unwrap_err().to_string();
+    assert!(error.contains("404"), "{error}");
+    assert_eq!(cache.stats().stored, 0);
 }
 
 #[test]

@@ -2,8 +2,11 @@
 
 use std::fs::File;
 use std::io;
+use std::num::NonZeroU64;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
+
+use rustix::fs::{fadvise, Advice};
 
 /// Immutable bytes that can be read at any position from any thread.
 ///
@@ -19,6 +22,15 @@ pub trait ByteSource: Send + Sync {
     /// block is wrong, and whatever the origin reports.
     fn read_exact_at(&self, buf: &mut [u8], offset: u64) -> io::Result<()>;
 
+    /// Gets a range ready to be read soon: a remote source fetches it, of a file the kernel reads it ahead. Returns when it is
+    /// there or on its way. What is beyond the end is left out.
+    ///
+    /// # Errors
+    /// Whatever the origin reports.
+    fn prefetch(&self, _offset: u64, _len: u64) -> io::Result<()> {
+        Ok(())
+    }
+
     /// The open file whose bytes these are, one to one, if there is one: a caller may then move bytes
     /// without copying them through this trait.
     fn as_file(&self) -> Option<&File> {
@@ -33,6 +45,10 @@ impl<S: ByteSource + ?Sized> ByteSource for Arc<S> {
 
     fn read_exact_at(&self, buf: &mut [u8], offset: u64) -> io::Result<()> {
         (**self).read_exact_at(buf, offset)
+    }
+
+    fn prefetch(&self, offset: u64, len: u64) -> io::Result<()> {
+        (**self).prefetch(offset, len)
     }
 
     fn as_file(&self) -> Option<&File> {
@@ -66,6 +82,13 @@ impl ByteSource for FileSource {
 
     fn read_exact_at(&self, buf: &mut [u8], offset: u64) -> io::Result<()> {
         self.file.read_exact_at(buf, offset)
+    }
+
+    fn prefetch(&self, offset: u64, len: u64) -> io::Result<()> {
+        match NonZeroU64::new(len) {
+            Some(len) => Ok(fadvise(&self.file, offset, Some(len), Advice::WillNeed)?),
+            None => Ok(()),
+        }
     }
 
     fn as_file(&self) -> Option<&File> {
@@ -123,6 +146,13 @@ impl ByteSource for Window {
         match offset.checked_add(buf.len() as u64) {
             Some(end) if end <= self.size => self.inner.read_exact_at(buf, self.start + offset),
             _ => Err(io::ErrorKind::UnexpectedEof.into()),
+        }
+    }
+
+    fn prefetch(&self, offset: u64, len: u64) -> io::Result<()> {
+        match self.size.checked_sub(offset) {
+            Some(left) => self.inner.prefetch(self.start + offset, len.min(left)),
+            None => Ok(()),
         }
     }
 }

@@ -154,6 +154,16 @@ impl ByteSource for ZFile {
         }
         Ok(())
     }
+
+    fn prefetch(&self, offset: u64, len: u64) -> io::Result<()> {
+        let end = offset.saturating_add(len).min(self.size);
+        if offset >= end {
+            return Ok(());
+        }
+        let first = self.jump.offset((offset / self.block_size) as usize);
+        let last = self.jump.offset(end.div_ceil(self.block_size) as usize);
+        self.inner.prefetch(first, last - first)
+    }
 }
 
 /// The block lengths, four bytes each, after every check that can be made before they are believed.
