@@ -17,7 +17,7 @@ import pytest
 from aenv.config import ApiSettings, OrchestratorSettings, Settings, load
 from aenv.guest.provision import GuestBundle
 from aenv.images.protocol import Stack
-from aenv.images.store import import_layer
+from aenv.images.store import import_layer, make_store
 from aenv.network.fake import FakeNetwork
 from aenv.orchestrator.store import Store
 from aenv.server import WebServer, node
@@ -144,6 +144,13 @@ async def rows(node: Node) -> AsyncIterator[Store]:
         await store.aclose()
 
 
+async def end_images(settings: Settings) -> None:
+    """End the data plane of a node whose sandboxes run on, as a server does that finds none of them."""
+    images = make_store(settings)
+    await images.start([], [])
+    await images.aclose()
+
+
 @contextlib.asynccontextmanager
 async def running_node(home: Path, **options: Any) -> AsyncIterator[Node]:
     made = Node(home, **options)
@@ -154,6 +161,7 @@ async def running_node(home: Path, **options: Any) -> AsyncIterator[Node]:
     finally:
         await made.stop()
         await made.host.aclose()
+        await end_images(made.settings)
 
 
 async def until(condition: Any, deadline: float = 10.0) -> None:
