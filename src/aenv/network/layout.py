@@ -20,6 +20,8 @@ UPLINK = "eth0"
 """The veth end inside the slot's namespace."""
 GUEST_MAC = "02:ae:00:00:00:15"
 """Locally administered, the same in every sandbox, so that a restored guest keeps its network card."""
+GATEWAY_MAC = "02:ae:00:00:00:16"
+"""Of every slot's tap: a restored guest still knows the gateway by the address it had in the slot it was saved in."""
 
 _LINK_NAME_LIMIT = 15
 """IFNAMSIZ less the final NUL: four letters, six of the tag, five digits of the index."""

@@ -18,7 +18,7 @@ from pyroute2.netlink.nfnetlink.nfctsocket import NFCTSocket
 
 from aenv.errors import NetworkError
 from aenv.network import namespace, nft, rules
-from aenv.network.layout import GUEST_MAC, NETNS_DIRECTORY, TAP, UID_TABLE, UPLINK, Layout
+from aenv.network.layout import GATEWAY_MAC, GUEST_MAC, NETNS_DIRECTORY, TAP, UID_TABLE, UPLINK, Layout
 from aenv.network.policy import CompiledPolicy
 from aenv.network.protocol import GATEWAY_ADDRESS, GUEST_ADDRESS
 
@@ -164,6 +164,7 @@ class Slots:
             peer = {"ifname": layout.link(index), "net_ns_fd": host_namespace}
             slot.link("add", ifname=UPLINK, kind="veth", peer=peer)
             tap, uplink = _link_index(slot, TAP), _link_index(slot, UPLINK)
+            slot.link("set", index=tap, address=GATEWAY_MAC)
             slot.addr("add", index=tap, address=GATEWAY_ADDRESS, prefixlen=30)
             slot.addr("add", index=uplink, address=str(layout.slot_address(index)), prefixlen=30)
             for link in (tap, uplink):
