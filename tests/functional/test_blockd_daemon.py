@@ -114,6 +114,15 @@ async def test_one_that_died_with_its_server_is_replaced(make: Make) -> None:
     assert mounts(second.places.state) == 1
 
 
+@pytest.mark.parametrize("text", ["", "[]", '{"pid": 1}', "[" * 10**5])
+async def test_a_damaged_note_of_who_runs_is_no_obstacle(make: Make, text: str) -> None:
+    owner = make()
+    owner.places.state.mkdir(parents=True)
+    owner.places.pid_file.write_text(text)
+    run = await owner.start()
+    assert await run.client.list() == []
+
+
 async def test_a_silent_one_is_ended(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     first = make()
     run = await first.start()

@@ -187,7 +187,7 @@ async def test_a_lost_connection_fails_the_calls_on_it_and_is_made_anew(daemon: 
     assert [request["op"] for request in daemon.requests] == ["first", "second", "list"]
 
 
-@pytest.mark.parametrize("line", [b"[]\n", b"{\n", b"x" * (MAX_LINE + 2) + b"\n"])
+@pytest.mark.parametrize("line", [b"[]\n", b"{\n", b"[" * 10**5 + b"\n", b"x" * (MAX_LINE + 2) + b"\n"])
 async def test_what_is_no_answer_ends_the_connection(daemon: Daemon, client: BlockdClient, line: bytes) -> None:
     async def garbage(peer: Peer, request: dict[str, Any]) -> None:
         peer.writer.write(line)

@@ -145,7 +145,7 @@ async def test_unusable_bundles_say_what_to_run(
         load_bundle(tmp_path)
     bundle = await provision(tmp_path, make_envd("1"), quiet)
     manifest = bundle.kernel.with_name("manifest.json")
-    for broken in ("", "[]", json.dumps({"digest": bundle.digest})):
+    for broken in ("", "[]", json.dumps({"digest": bundle.digest}), "[" * 10**5):
         manifest.write_text(broken)
         with pytest.raises(ProvisionError, match="aenv setup"):
             load_bundle(tmp_path)

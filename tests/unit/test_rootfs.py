@@ -116,7 +116,7 @@ async def test_failed_build_leaves_what_was_there(tmp_path: Path, monkeypatch: p
     assert contents(tmp_path) == {"rootfs.ext4": len(b"the old one")}
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"packages": 1}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"packages": 1}', "[" * 10**5])
 def test_broken_manifest_counts_as_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.json").write_text(text)
     assert build._load_manifest(tmp_path / "a") is None

@@ -90,7 +90,7 @@ async def test_the_answer_is_remembered_for_the_same_guest_only(tmp_path: Path, 
     assert trials.count == 2
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[]", '{"key": 1}', '{"accel": {"name": "magic"}}'])
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"key": 1}', '{"accel": {"name": "magic"}}', "[" * 10**5])
 async def test_a_damaged_memory_is_a_new_trial(tmp_path: Path, trials: Trials, damage: str) -> None:
     await prover(tmp_path).decide()
     (tmp_path / "cache" / "accel.json").write_text(damage)

@@ -43,8 +43,7 @@ class ConnectClient:
             raise GuestError(f"{procedure} failed: {error!r}") from error
         if not answer.is_success:
             raise _error(answer)
-        body: Json = answer.json()
-        return body
+        return _object(answer.content)
 
     async def stream(self, procedure: str, message: Json) -> AsyncIterator[Json]:
         """The messages of a server stream, until its proper end. Raises ConnectError or GuestError; a stream that
@@ -63,7 +62,9 @@ class ConnectClient:
                 async for flags, payload in _envelopes(answer.aiter_raw()):
                     if flags & END_STREAM:
                         if error := payload.get("error"):
-                            raise ConnectError(error.get("code", "unknown"), error.get("message", "unknown error"))
+                            known = error if isinstance(error, dict) else {}
+                            code, said = known.get("code", "unknown"), known.get("message", "unknown error")
+                            raise ConnectError(str(code), str(said))
                         return
                     yield payload
         except httpx.HTTPError as error:
@@ -84,13 +85,24 @@ async def _envelopes(pieces: AsyncIterator[bytes]) -> AsyncIterator[tuple[int, J
                 raise GuestError(f"a message of {length} bytes is over the limit of {MAX_MESSAGE}")
             if len(buffer) < 5 + length:
                 break
-            yield flags, json.loads(bytes(buffer[5 : 5 + length]) or b"{}")
+            yield flags, _object(bytes(buffer[5 : 5 + length]) or b"{}")
             del buffer[: 5 + length]
+
+
+def _object(text: bytes) -> Json:
+    """What the sandbox says, which may be anything."""
+    try:
+        message = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise GuestError(f"the sandbox sent a message that is not JSON: {error}") from error
+    if not isinstance(message, dict):
+        raise GuestError(f"the sandbox sent a message that is not an object: {text[:100]!r}")
+    return message
 
 
 def _error(answer: httpx.Response) -> ConnectError:
     try:
         body = answer.json()
         return ConnectError(str(body.get("code", answer.status_code)), str(body["message"]))
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return ConnectError(str(answer.status_code), f"the sandbox answered {answer.status_code}: {answer.text[:200]}")

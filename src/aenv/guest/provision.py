@@ -181,7 +181,10 @@ def _sync_directory(path: Path) -> None:
 
 
 def _read_manifest(directory: Path) -> dict[str, Any]:
-    manifest = json.loads((directory / "manifest.json").read_text())
+    try:
+        manifest = json.loads((directory / "manifest.json").read_text())
+    except RecursionError as error:
+        raise ValueError(f"{directory}/manifest.json is nested too deeply") from error
     if not isinstance(manifest, dict):
         raise ValueError(f"{directory}/manifest.json is no object")
     return manifest

@@ -312,7 +312,8 @@ class BlockdClient:
         except asyncio.CancelledError:
             why = "the connection was closed"
             raise
-        except (OSError, ValueError) as error:  # ValueError: a line beyond the limit, or what is no JSON object
+        except (OSError, ValueError, RecursionError) as error:
+            # A line beyond the limit, or what is no JSON object.
             why = str(error)
         finally:
             self._writer = None

@@ -266,7 +266,7 @@ class BlockDaemon:
 def _read_pid(path: Path) -> Identity | None:
     try:
         return Identity(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
 
 

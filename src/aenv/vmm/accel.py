@@ -19,6 +19,7 @@ from typing import Literal
 from aenv.config import VmmSettings
 from aenv.errors import VmmError
 from aenv.guest.provision import GuestBundle
+from aenv.vmm.jailer import Jailer
 from aenv.vmm.launch import Output, Program, find_program, run_probe
 from aenv.vmm.process import Process
 
@@ -89,7 +90,7 @@ class AccelProver:
             content = json.loads(self._cache.read_text())
             if content["key"] == key and content["accel"]["name"] in ("kvm", "tcg"):
                 return Accel(content["accel"]["name"], str(content["accel"]["reason"]))
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             pass  # absent or damaged: it is only a memory of a trial
         return None
 
@@ -104,12 +105,12 @@ async def try_kvm(program: Program, bundle: GuestBundle, *, uid: int, deadline: 
 
     That takes the kernel through all of its start, and user space into and out of system calls.
     """
-    output = Output()
+    output, jailer = Output(), Jailer()
     process: Process | None = None
     try:
         starting = asyncio.ensure_future(
             asyncio.to_thread(
-                run_probe, program, kernel=bundle.kernel, initramfs=bundle.initramfs, uid=uid, output=output
+                run_probe, jailer, program, kernel=bundle.kernel, initramfs=bundle.initramfs, uid=uid, output=output
             )
         )
         try:
@@ -128,6 +129,7 @@ async def try_kvm(program: Program, bundle: GuestBundle, *, uid: int, deadline: 
             await asyncio.shield(process.kill(deadline))
             process.close()
         output.close()
+        await asyncio.to_thread(jailer.close)
 
 
 def judge(console: str, *, ended: bool, deadline: float) -> Accel:

@@ -164,12 +164,20 @@ fn remove_stale(id: u32) {
         return;
     }
     let info = control.dev_info();
-    if info.ublksrv_flags != MARK || Path::new(&format!("/proc/{}", info.ublksrv_pid)).exists() {
+    if info.ublksrv_flags != MARK || has_open(info.ublksrv_pid, Path::new(&format!("/dev/ublkc{id}"))) {
         return;
     }
     match control.kill_dev().and_then(|_| control.del_dev()) {
         Ok(_) => tracing::info!(id, "removed a ublk device that a killed daemon left"),
         Err(error) => tracing::warn!(id, %error, "a ublk device that a killed daemon left stays"),
+    }
+}
+
+/// Whether a process has this file open, or will not say. Its number alone tells nothing: another may have it by now.
+fn has_open(pid: i32, path: &Path) -> bool {
+    match std::fs::read_dir(format!("/proc/{pid}/fd")) {
+        Ok(open) => open.flatten().any(|file| std::fs::read_link(file.path()).is_ok_and(|target| target == path)),
+        Err(error) => error.kind() == std::io::ErrorKind::PermissionDenied,
     }
 }
 
@@ -218,5 +226,20 @@ impl Drop for Device {
         if let Err(error) = self.end() {
             tracing::warn!("{error}");
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_is_known_by_what_it_has_open() {
+        let own = std::process::id() as i32;
+        let file = tempfile::NamedTempFile::new().expect("file");
+        assert!(has_open(own, file.path()));
+        let path = file.into_temp_path();
+        assert!(!has_open(own, &path), "closed");
+        assert!(!has_open(-1, &path) && !has_open(i32::MAX, &path), "nobody");
     }
 }

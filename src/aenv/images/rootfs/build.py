@@ -240,5 +240,5 @@ def _load_manifest(dest: Path) -> RootfsManifest | None:
         values: dict[str, Any] = json.loads(_manifest_path(dest).read_text())
         manifest = RootfsManifest(**{**values, "packages": tuple(values["packages"])})
         return manifest if dest.stat().st_size == manifest.size else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
