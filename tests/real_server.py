@@ -54,8 +54,9 @@ def until(condition: Callable[[], Any], deadline: float = 30.0, what: str = "") 
 class RealServer:
     """One home and the server process on it, which may be stopped, killed and started again."""
 
-    def __init__(self, home: Path, **settings: str) -> None:
-        """`settings` are variables without their prefix: ``network_pool_size="2"``. Skips where nothing is set up."""
+    def __init__(self, home: Path, source: Path | None = None, **settings: str) -> None:
+        """`settings` are variables without their prefix: ``network_pool_size="2"``. `source` is the home whose
+        templates it gets, if not the one this machine was provisioned with. Skips where nothing is set up."""
         provisioned = Path(os.environ.get("AENV_TEST_HOME") or default_home())
         try:
             bundle = load_bundle(provisioned)
@@ -63,7 +64,7 @@ class RealServer:
             pytest.skip(f"this machine is not provisioned: {error.message}")
         self.home = home
         (home / "guest").symlink_to((provisioned / "guest").resolve())
-        if (templates := provisioned / "templates").exists():
+        if (templates := (source or provisioned) / "templates").exists():
             shutil.copytree(templates, home / "templates", symlinks=True, copy_function=_link)
         # The KVM trial is made once on a machine; each home keeps a copy of its answer.
         asyncio.run(AccelProver(home=provisioned, settings=VmmSettings(), bundle=bundle).decide())
@@ -174,7 +175,7 @@ class RealServer:
         return str(until(message, 30, f"the end of {sandbox_id}"))
 
     def vmm_pid(self, sandbox_id: str) -> int:
-        return next(found.handle.pid for found in find(self.home) if found.sandbox_id == sandbox_id)
+        return next(found.handle.pid for found in find(self.home) if found.sandbox_id.partition(".")[0] == sandbox_id)
 
     def fsck(self) -> None:
         """Check the file systems of all its sandboxes (only where the data plane serves them)."""
@@ -218,10 +219,24 @@ def _link(source: str, target: str) -> str:
     return target
 
 
+def _baked(folder: Path) -> Path:
+    """A home in `folder` whose base template has been booted once: what all other homes of a test run begin with."""
+    home = folder / "baked"
+    if not home.exists():
+        home.mkdir()
+        server = RealServer(home)
+        server.start()
+        try:
+            server.create().kill()
+        finally:
+            server.close()
+    return home
+
+
 @contextlib.contextmanager
-def real_server(home: Path, **settings: str) -> Iterator[RealServer]:
-    """A server that has answered."""
-    server = RealServer(home, **settings)
+def real_server(home: Path, *, baked: bool = True, **settings: str) -> Iterator[RealServer]:
+    """A server that has answered. Unless `baked`, its first sandbox boots."""
+    server = RealServer(home, _baked(home.parent) if baked else None, **settings)
     server.start()
     try:
         yield server

@@ -77,6 +77,8 @@ class OrchestratorSettings:
     """From the start of a VMM to a ready guest."""
     create_deadline: Seconds = 150.0
     """A whole create, the wait for its turn included."""
+    operation_deadline: Seconds = 120.0
+    """A whole pause, resume, capture or rollback. One that takes longer has failed."""
     kill_deadline: Seconds = 10.0
     """One try to end a VMM and release what it held."""
     max_metadata_bytes: Amount = 64 * 1024

@@ -38,7 +38,7 @@ class Capturer:
 
         `guest` is the sandbox whose token the guest's daemon wants. Raises an InfrastructureError.
         """
-        vm = _vm(run)
+        vm = await self._prepared(run)
         frozen_at = time.perf_counter()
         try:
             await vm.freeze()
@@ -99,7 +99,7 @@ class Capturer:
 
     async def disk(self, run: Run, folder: Path, *, token: str | None, thaw: bool) -> Checkpoint:
         """Its files alone, after the guest was asked to write out what it still holds back; else as `full`."""
-        vm = _vm(run)
+        vm = await self._prepared(run)
         assert run.slot is not None
         try:
             await self._guest.sync(run.slot.address, token, SYNC_DEADLINE)
@@ -118,16 +118,17 @@ class Capturer:
             await going_on(vm)
             raise
 
+    async def _prepared(self, run: Run) -> Vm:
+        if run.vm is None:
+            raise InfrastructureError(f"the run {run.name} has no VMM")
+        # A seal of a capture that was given up may have happened since.
+        run.disk = list(await self._images.layers(run.directory))
+        return run.vm
+
     async def _seal(self, run: Run) -> None:
         layer = run.new_layer("disk")
         await self._images.seal(run.directory, layer)
         run.disk.append(layer)
-
-
-def _vm(run: Run) -> Vm:
-    if run.vm is None:
-        raise InfrastructureError(f"the run {run.name} has no VMM")
-    return run.vm
 
 
 async def going_on(vm: Vm) -> None:

@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 
 import structlog
 
-from aenv.errors import AenvError, Conflict, InfrastructureError, Unavailable
+from aenv.errors import AenvError, Conflict, DeadlineExceeded, InfrastructureError, Unavailable
 from aenv.lifecycle.events import (
     CaptureFailed,
     CreateRequested,
@@ -71,6 +71,7 @@ class Runner:
         store: Store,
         tasks: asyncio.TaskGroup,
         at_timeout: Job,
+        deadline: float,
         on_change: Callable[["Runner"], None],
         on_unwritten: Callable[["Runner"], None],
     ) -> None:
@@ -80,6 +81,7 @@ class Runner:
         self._store = store
         self._tasks = tasks
         self._at_timeout = at_timeout
+        self._deadline = deadline
         self._on_change = on_change
         self._on_unwritten = on_unwritten
         self._moved = asyncio.Event()
@@ -270,7 +272,12 @@ class Runner:
         failed = JOBS[order]
         try:
             await self.settle_writes()
-            event = await job(self)
+            # A launch has deadlines of its own.
+            async with asyncio.timeout(None if order is Instruction.LAUNCH else self._deadline):
+                event = await job(self)
+        except TimeoutError:
+            late = DeadlineExceeded(f"sandbox {self.record.id}: {order.name.lower()} took over {self._deadline:g} s")
+            self._failed(order, late, failed(late.message), done)
         except asyncio.CancelledError:
             done.set_exception(Conflict(f"sandbox {self.record.id} was ended meanwhile"))
             raise

@@ -390,6 +390,7 @@ class Orchestrator:
             store=self._store,
             tasks=self._tasks,
             at_timeout=self._do.pause(),
+            deadline=self._settings.orchestrator.operation_deadline,
             on_change=self._changed,
             on_unwritten=self._rewriter.add,
         )
