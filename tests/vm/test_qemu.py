@@ -5,7 +5,6 @@ import dataclasses
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -15,10 +14,10 @@ import pytest
 from aenv.config import VmmSettings
 from aenv.errors import VmmError
 from aenv.guest.provision import GuestBundle
-from aenv.vmm import cgroup, jail
+from aenv.vmm import cgroup, jail, jailer
 from aenv.vmm.accel import PROBE_DEADLINE, AccelProver, try_kvm
 from aenv.vmm.launch import QMP_SOCKET, find_program
-from aenv.vmm.process import mark, read_mark, read_start_time
+from aenv.vmm.process import Process, mark, read_mark, read_start_time
 from aenv.vmm.protocol import VmHandle
 from aenv.vmm.qemu import QemuVmm
 from aenv.vmm.qemu_command import CONSOLE_BYTES
@@ -50,6 +49,17 @@ def proc(vm: QemuVm, name: str) -> Path:
 def status(vm: QemuVm) -> dict[str, str]:
     lines = proc(vm, "status").read_text().splitlines()
     return {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}
+
+
+def jail_server() -> VmHandle:
+    """The one that this process has started."""
+    for entry in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
+        for pid in map(int, entry.read_text().split()):
+            if jail.__file__.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                start_time = read_start_time(pid)
+                assert start_time is not None
+                return VmHandle(pid=pid, start_time=start_time)
+    raise AssertionError("there is no jail server")
 
 
 async def console_until(vm: QemuVm, text: bytes) -> bytes:
@@ -106,8 +116,9 @@ class TestJail:
             vm = await vmm.boot(place.spec("sb"))
         finally:
             os.close(secret)
-        targets = {str(fd.readlink()) for fd in proc(vm, "fd").iterdir()}
-        assert {target.split(":")[0] for target in targets} <= {
+        targets = [str(fd.readlink()).split(":")[0] for fd in proc(vm, "fd").iterdir()]
+        assert targets.count("socket") == 2  # QMP's, listening and connected
+        assert set(targets) <= {
             "/dev/null",
             "/memfd",
             "socket",
@@ -139,10 +150,49 @@ class TestJail:
         await vm.kill()
         assert not group.exists()
 
-    def test_the_jail_needs_no_more_than_the_standard_library(self) -> None:
-        """It runs isolated (-I -S): an import of ours or of a dependency would fail."""
-        done = subprocess.run([sys.executable, "-I", "-S", jail.__file__, "no hex"], capture_output=True, text=True)
-        assert "fromhex" in done.stderr
+
+class TestJailServer:
+    """The process that starts them: it may die and VMMs do not notice, it holds nothing of theirs, nor they of its."""
+
+    async def test_it_is_replaced_when_it_died(self, place: Lab, vmm: QemuVmm) -> None:
+        first = await vmm.boot(place.spec("sb"))
+        server = jail_server()
+        os.kill(server.pid, signal.SIGKILL)
+        await asyncio.to_thread(os.waitid, os.P_PID, server.pid, os.WEXITED | os.WNOWAIT)
+        second = await vmm.boot(place.spec("other"))
+        assert jail_server() != server
+        for vm in (first, second):
+            assert await console_until(vm, b"hello")
+
+    async def test_one_that_hangs_is_given_up(self, place: Lab, vmm: QemuVmm, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(jailer, "_DEADLINE", 0.2)
+        await vmm.boot(place.spec("sb"))
+        server = jail_server()
+        os.kill(server.pid, signal.SIGSTOP)
+        with pytest.raises(VmmError, match="no answer of the jail server"):
+            await vmm.boot(place.spec("other"))
+        assert read_start_time(server.pid) is None
+        await vmm.boot(place.spec("third"))
+
+    async def test_it_ends_with_its_driver(self, place: Lab, vmm: QemuVmm) -> None:
+        vm = await vmm.boot(place.spec("sb"))
+        server = jail_server()
+        await vmm.aclose()
+        assert read_start_time(server.pid) is None
+        assert await console_until(vm, b"hello")
+        await vmm.boot(place.spec("other"))  # made anew
+
+    async def test_many_at_once(self, place: Lab, vmm: QemuVmm) -> None:
+        async with asyncio.TaskGroup() as group:
+            booting = [group.create_task(vmm.boot(place.spec(f"sb{n}"))) for n in range(6)]
+        for vm in (task.result() for task in booting):
+            assert await console_until(vm, b"hello") == b"hello\n"
+        assert set(os.listdir(f"/proc/{jail_server().pid}/fd")) == {"0", "1", "2", str(jail.CHANNEL_FD)}  # noqa: PTH208
+
+    async def test_a_cgroup_that_is_gone(self, place: Lab, vmm: QemuVmm, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(cgroup, "create", lambda *_, **__: place.root / "absent")
+        with pytest.raises(VmmError, match=r"sb did not start: .*No such file"):
+            await vmm.boot(place.spec("sb"))
 
 
 class TestConsole:
@@ -210,7 +260,7 @@ async def main():
     spec = eval(sys.argv[3])
     vmm = QemuVmm(home=lab_.home, settings=VmmSettings(accel="tcg"), bundle=lab_.bundle)
     vm = await vmm.boot(spec)
-    print(json.dumps({"pid": vm.handle.pid, "start_time": vm.handle.start_time}), flush=True)
+    print(json.dumps([dataclasses.asdict(handle) for handle in (vm.handle, jail_server())]), flush=True)
     await vm.wait()
 asyncio.run(main())
 """
@@ -222,10 +272,12 @@ asyncio.run(main())
         )
         assert server.stdout is not None
         async with asyncio.timeout(60):
-            line = await server.stdout.readline()
+            handle, helper = [VmHandle(**fields) for fields in json.loads(await server.stdout.readline())]
+            jail_server_of_it = Process.opened(helper)
             server.send_signal(signal.SIGKILL)
             await server.wait()
-        handle = VmHandle(**json.loads(line))
+            await jail_server_of_it.wait()
+            jail_server_of_it.close()
         assert await vmm.sweep(frozenset({handle})) == []
         adopted = await vmm.adopt(spec, handle)
         await adopted.kill()

@@ -1,17 +1,17 @@
-"""Shut this process in, then become the VMM. A script for root: ``python -I -S jail.py <parameters>`` (`parameters`).
+"""Start VMMs, each shut in: a script for root that serves one client (`aenv.vmm.jailer`) over the socket `CHANNEL_FD`.
 
-When the VMM's first instruction runs it is already an unprivileged user without capabilities, in an empty network
+When a VMM's first instruction runs it is already an unprivileged user without capabilities, in an empty network
 namespace, and its root holds nothing but what the VMM is made of and the sandbox's own files; all of it read-only
 except the disk and the scratch file. So no file, however its content was twisted by a VMM that was broken into, is ever
 opened by privileged QEMU code, and QEMU's own ways of dropping privileges (which differ between its versions) are not
 needed.
 
-A process of its own instead of a function run after fork, because the server has threads. It imports little: starting
-is most of its cost (about 15 ms; json alone would add 10). The descriptors 0 to `LISTEN_FD` are given by the parent; on
-failure it prints one line and exits with status 126.
+A process of its own because the client has threads, and what is done here between fork and exec is too much for a
+process with threads. It stays, since to start is most of its cost; it ends with the client. Its children are the
+client's (CLONE_PARENT), who waits for them. A VMM that cannot be shut in prints one line and exits with status 126.
 """
 
-# pathlib alone would double the time to start:
+# System calls, on paths of other processes' namespaces: pathlib would hide them.
 # ruff: noqa: PTH101, PTH103, PTH116, PTH120, PTH123, PTH211
 
 import ctypes
@@ -20,12 +20,20 @@ import fcntl
 import marshal
 import os
 import resource
+import signal
+import socket
 import stat
 import struct
 import sys
+from typing import Any
 
+CHANNEL_FD = 3
+"""Of this process: a Unix socket of sequenced packets. A request is `parameters` with the descriptors for the output
+and, if it has one, for QMP; the answer the pid of the child."""
+MAX_REQUEST = 128 << 10
+PID = struct.Struct("=i")
 LISTEN_FD = 3
-"""The listening socket for QMP."""
+"""Of a VMM: the listening socket for QMP."""
 TAP_FD = 4
 """The network device, opened here."""
 
@@ -42,7 +50,9 @@ _MNT_DETACH = 2
 _PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 24, 38
 _TUNSETIFF = 0x400454CA
 _IFF_TAP, _IFF_NO_PI, _IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
-_SIGKILL = 9
+_CLONE_PARENT, _CLONE_INTO_CGROUP = 0x00008000, 0x200000000
+_SYS_CLONE3 = 435
+"""Of all architectures."""
 _ROOT_BYTES = 64 << 10
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -81,9 +91,9 @@ def parameters(
     max_file_size: int,
     nice: int,
     oom_score_adj: int,
-) -> str:
-    """What `main` is told: what to execute, the root (see `build_root`), netns and name of the tap, limits (bytes)."""
-    return marshal.dumps(locals()).hex()
+) -> bytes:
+    """A request: what to execute, the root (see `build_root`), netns and name of the tap, limits (bytes)."""
+    return marshal.dumps(locals())
 
 
 def open_tap(netns: str, tap: str) -> None:
@@ -168,23 +178,15 @@ def drop_privileges(uid: int) -> None:
     _call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
 
 
-def main() -> None:
-    """Shut in and execute, as told by argv[1]."""
-    jail = marshal.loads(bytes.fromhex(sys.argv[1]))
-    # Until the root is marked nobody could find us again: die with the parent. Changing the uid ends this.
-    _call("prctl", _PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
-    os.setsid()
+def become_vmm(jail: dict[str, Any]) -> None:
+    """Shut this process in and execute, as `parameters` told."""
     os.umask(0o022)
-    if jail["cgroup"] is not None:
-        with open(jail["cgroup"] + "/cgroup.procs", "w") as file:
-            file.write("0")
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write(str(jail["oom_score_adj"]))
     os.nice(jail["nice"])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (jail["max_file_size"], jail["max_file_size"]))
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
-    os.closerange(LISTEN_FD + 1, 1024)
     if jail["tap"] is not None:
         open_tap(*jail["tap"])
     _call("unshare", _CLONE_NEWNS | _CLONE_NEWNET | _CLONE_NEWIPC | _CLONE_NEWUTS | _CLONE_NEWCGROUP)
@@ -194,9 +196,69 @@ def main() -> None:
     os.execve(jail["argv"][0], jail["argv"], {"LC_ALL": "C", "PATH": "/nonexistent"})
 
 
-if __name__ == "__main__":
+def _fork(cgroup: str | None) -> int:
+    """Fork a child of our parent into a cgroup; 0 in the child. Raises OSError."""
+    flags, group = _CLONE_PARENT, 0
+    if cgroup is not None:
+        # To join it later would wait for all processors, 5 to 15 ms.
+        flags, group = flags | _CLONE_INTO_CGROUP, os.open(cgroup, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        main()
-    except OSError as error:
-        sys.stderr.write(f"jail: {error}\n")
-        sys.exit(126)
+        # Flags, then the descriptor of the cgroup as the last of eleven; none of what is between is asked for. The
+        # signal at its end is ours, as always with CLONE_PARENT.
+        arguments = struct.pack("=11Q", flags, *[0] * 9, group)
+        child = int(_libc.syscall(_SYS_CLONE3, arguments, ctypes.c_size_t(len(arguments))))
+        if child < 0:
+            code = ctypes.get_errno()
+            raise OSError(code, f"clone3: {os.strerror(code)}")
+        return child
+    finally:
+        if group:
+            os.close(group)
+
+
+def _be_born(channel: socket.socket, client: int, descriptors: list[int]) -> None:
+    """In the child: answer, then keep nothing but standard input, output and QMP's socket."""
+    # Until its root is marked nobody could find it again: die with the client. Changing the uid ends this.
+    _call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != client:
+        raise OSError(errno.EPIPE, "the client has ended")
+    # Not by the parent: if that were killed between fork and answer, nobody would know of the child.
+    channel.send(PID.pack(os.getpid()))
+    os.setsid()
+    output, *listener = descriptors
+    for target in (1, 2):
+        os.dup2(output, target)
+    for descriptor in listener:
+        os.dup2(descriptor, LISTEN_FD)
+    os.closerange(LISTEN_FD + len(listener), max(*descriptors, channel.fileno(), LISTEN_FD) + 1)
+
+
+def serve() -> None:
+    """Answer requests until the client closes the channel or ends."""
+    client = os.getppid()
+    channel = socket.socket(fileno=CHANNEL_FD)
+    os.closerange(CHANNEL_FD + 1, 1 << 20)
+    os.setsid()  # a Ctrl-C meant for the client
+    while True:
+        request, descriptors, _, _ = socket.recv_fds(channel, MAX_REQUEST, 2)
+        if not request:
+            return
+        jail = marshal.loads(request)
+        try:
+            if _fork(jail["cgroup"]) == 0:
+                try:
+                    _be_born(channel, client, descriptors)
+                    become_vmm(jail)
+                except Exception as error:
+                    sys.stderr.write(f"jail: {error}\n")
+                    sys.stderr.flush()
+                finally:
+                    os._exit(126)
+        except OSError as error:
+            channel.send(PID.pack(-(error.errno or errno.EIO)))
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+if __name__ == "__main__":
+    serve()

@@ -7,13 +7,13 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from aenv.errors import InsufficientStorage, VmmError
 from aenv.vmm import jail
+from aenv.vmm.jailer import Jailer
 from aenv.vmm.process import mark
 from aenv.vmm.protocol import VmSpec
 from aenv.vmm.qemu_command import JailPath, Machine, command, probe_command
@@ -98,7 +98,16 @@ def _run(argv: list[str]) -> str:
         raise VmmError(f"{' '.join(argv)} failed: {error}") from error
 
 
-def spawn(program: Program, spec: VmSpec, *, home: Path, cmdline: str, cgroup: Path | None, output: Output) -> int:
+def spawn(
+    jailer: Jailer,
+    program: Program,
+    spec: VmSpec,
+    *,
+    home: Path,
+    cmdline: str,
+    cgroup: Path | None,
+    output: Output,
+) -> int:
     """Start the VMM of `spec`; return its pid. Its control socket, `QMP_SOCKET`, can be connected to at once.
 
     A few milliseconds of system calls: call it off the event loop. Raises VmmError, InsufficientStorage, OSError.
@@ -121,6 +130,7 @@ def spawn(program: Program, spec: VmSpec, *, home: Path, cmdline: str, cgroup: P
             tap_fd=jail.TAP_FD,
         )
         return _start(
+            jailer,
             program,
             argv,
             files,
@@ -139,14 +149,16 @@ def spawn(program: Program, spec: VmSpec, *, home: Path, cmdline: str, cgroup: P
         listener.close()
 
 
-def run_probe(program: Program, *, kernel: Path, initramfs: Path, uid: int, output: Output) -> int:
+def run_probe(jailer: Jailer, program: Program, *, kernel: Path, initramfs: Path, uid: int, output: Output) -> int:
     """Start a guest without disk, network and control, its console on `output`; return the pid. Raises VmmError."""
     _check_readable(kernel, initramfs)
     files = [(kernel, JailPath.KERNEL, False), (initramfs, JailPath.INITRAMFS, False)]
-    return _start(program, probe_command(program.machine), files, root_source="aenv-probe", uid=uid, output=output)
+    argv = probe_command(program.machine)
+    return _start(jailer, program, argv, files, root_source="aenv-probe", uid=uid, output=output)
 
 
 def _start(
+    jailer: Jailer,
     program: Program,
     argv: list[str],
     files: list[tuple[Path, str, bool]],
@@ -161,9 +173,9 @@ def _start(
     scratch: tuple[str, int] | None = None,
     max_file_size: int = OUTPUT_BYTES,
 ) -> int:
-    """Spawn the jail that becomes `argv`."""
+    """Execute `argv` in a jail."""
     kvm = ("/dev/kvm",) if program.machine.accel == "kvm" else ()
-    parameters = jail.parameters(
+    request = jail.parameters(
         argv=argv,
         root_source=root_source,
         binds=[*((path, path, False) for path in program.binds), *((str(a), b, w) for a, b, w in files)],
@@ -178,22 +190,7 @@ def _start(
         oom_score_adj=500,
         nice=5,
     )
-    actions: list[tuple[int, int, int] | tuple[int, int, str, int, int]] = [
-        (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
-        (os.POSIX_SPAWN_DUP2, output.fd, 1),
-        (os.POSIX_SPAWN_DUP2, output.fd, 2),
-    ]
-    if listen_fd is not None:
-        actions.append((os.POSIX_SPAWN_DUP2, listen_fd, jail.LISTEN_FD))
-    try:
-        return os.posix_spawn(
-            sys.executable,
-            [sys.executable, "-I", "-S", jail.__file__, parameters],
-            {"LC_ALL": "C.UTF-8"},
-            file_actions=actions,
-        )
-    except OSError as error:
-        raise VmmError(f"the VMM could not be started: {error}") from error
+    return jailer.spawn(request, output=output.fd, listen=listen_fd)
 
 
 def _check_readable(*paths: Path) -> None:

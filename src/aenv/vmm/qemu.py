@@ -15,6 +15,7 @@ from aenv.guest.tsc import host_tsc_khz
 from aenv.vmm import cgroup
 from aenv.vmm.accel import Accel, AccelProver
 from aenv.vmm.cpu import cpu_identity
+from aenv.vmm.jailer import Jailer
 from aenv.vmm.launch import QMP_SOCKET, Output, Program, find_program, spawn
 from aenv.vmm.process import Found, Process, find, mark, read_mark
 from aenv.vmm.protocol import VmHandle, VmmInfo, VmSpec
@@ -55,6 +56,7 @@ class QemuVmm:
         self._settings = settings
         self._accel = AccelProver(home=self._home, settings=settings, bundle=bundle)
         self._kill_deadline = kill_deadline
+        self._jailer = Jailer()
         self._host: _Host | None = None
         self._host_lock = asyncio.Lock()
 
@@ -122,7 +124,7 @@ class QemuVmm:
         return killed
 
     async def aclose(self) -> None:
-        """There is nothing but the VMMs, and each is its own."""
+        await asyncio.to_thread(self._jailer.close)
 
     async def cgroups(self) -> cgroup.CgroupSupport:
         """Whether VMMs get a cgroup here, and why not; for `aenv doctor`."""
@@ -152,7 +154,9 @@ class QemuVmm:
                 memory_max=(spec.memory_mb + TRANSLATION_CACHE_MB + _OVERHEAD_MB) << 20,
                 pids_max=spec.vcpus + _MAX_TASKS,
             )
-            return spawn(host.program, spec, home=self._home, cmdline=cmdline, cgroup=group, output=output)
+            return spawn(
+                self._jailer, host.program, spec, home=self._home, cmdline=cmdline, cgroup=group, output=output
+            )
 
         starting = asyncio.ensure_future(asyncio.to_thread(start))
         try:
