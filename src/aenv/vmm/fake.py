@@ -61,9 +61,9 @@ class FakeHost:
         await machine.end(result)
 
     def of(self, sandbox_id: str) -> FakeMachine:
-        """The running machine of a sandbox. Raises KeyError."""
-        for machine in self.machines.values():
-            if machine.spec.sandbox_id == sandbox_id:
+        """The machine of a sandbox that was started last. Raises KeyError."""
+        for machine in reversed(self.machines.values()):
+            if machine.spec.sandbox_id.partition(".")[0] == sandbox_id:
                 return machine
         raise KeyError(sandbox_id)
 
