@@ -10,6 +10,7 @@ use overlaybd::{LayerInfo, LayerWriter, Place, Segment, Stack, Uuid, SECTOR};
 use rustix::fs::{seek, SeekFrom};
 use rustix::io::Errno;
 use serde::Deserialize;
+use sha2::{Digest as _, Sha256};
 
 use crate::image::files::NewFile;
 use crate::image::make::{write_file, Made, Output};
@@ -90,7 +91,8 @@ impl View {
     }
 }
 
-/// Turns a raw disk image (a file or a block device) into a layer. Zeroes and holes are left out.
+/// Turns a raw disk image (a file or a block device) into a layer. Zeroes and holes are left out. The same content gives the same
+/// file, identifier and all.
 ///
 /// # Errors
 /// The input cannot be read, or the layer cannot be written.
@@ -106,25 +108,88 @@ pub fn import(input: &Path, path: &Path, output: Output) -> Result<Made, Error> 
     if size == 0 {
         return Err(Error::invalid(format!("{} is empty", input.display())));
     }
+    // The identifier comes first in the file and from all of the content, so that is read twice.
+    let uuid = content_uuid(&file, size).map_err(failed)?;
     write_file(path, output, |out| {
-        write_layer(out, size.next_multiple_of(SECTOR), |writer| {
-            let mut buf = vec![0; COPY as usize];
-            let mut at = 0;
-            while let Some(start) = next_data(&file, at).map_err(failed)?.filter(|start| *start < size) {
-                let end = seek(&file, SeekFrom::Hole(start)).unwrap_or(size).min(size);
-                at = start / SECTOR * SECTOR;
-                while at < end {
-                    let len = (end - at).min(COPY) as usize;
-                    file.read_exact_at(&mut buf[..len], at).map_err(failed)?;
-                    let whole = len.next_multiple_of(SECTOR as usize);
-                    buf[len..whole].fill(0);
-                    put(writer, at, &buf[..whole])?;
-                    at += whole as u64;
-                }
+        write_layer(out, size.next_multiple_of(SECTOR), uuid, |writer| {
+            let mut content = ContentHash::new(size);
+            for_each_run(&file, size, |at, run| {
+                content.add(at, run);
+                writer.data(at, run).map_err(|e| Error::caused(Code::Invalid, "writing the layer", &e))
+            })
+            .map_err(failed)??;
+            match content.uuid() == uuid {
+                true => Ok(()),
+                false => Err(Error::new(Code::Busy, format!("{} changed while it was read", input.display()))),
             }
-            Ok(())
         })
     })
+}
+
+/// What an image holds, wherever its holes are.
+struct ContentHash(Sha256);
+
+impl ContentHash {
+    fn new(size: u64) -> Self {
+        let mut hash = Sha256::new();
+        hash.update(b"aenv raw image");
+        hash.update(size.to_le_bytes());
+        Self(hash)
+    }
+
+    fn add(&mut self, at: u64, run: &[u8]) {
+        self.0.update(at.to_le_bytes());
+        self.0.update((run.len() as u64).to_le_bytes());
+        self.0.update(run);
+    }
+
+    /// Of version 8 (RFC 9562): what the bits are is up to us.
+    fn uuid(self) -> Uuid {
+        let mut bytes = [0; 16];
+        bytes.copy_from_slice(&self.0.finalize()[..16]);
+        bytes[6] = (bytes[6] & 0x0f) | 0x80;
+        bytes[8] = (bytes[8] & 0x3f) | 0x80;
+        Uuid::from_bytes(bytes)
+    }
+}
+
+fn content_uuid(file: &File, size: u64) -> std::io::Result<Uuid> {
+    let mut content = ContentHash::new(size);
+    for_each_run(file, size, |at, run| -> Result<(), std::convert::Infallible> {
+        content.add(at, run);
+        Ok(())
+    })?
+    .unwrap_or_else(|never| match never {});
+    Ok(content.uuid())
+}
+
+/// Gives every run of blocks that are not zero, in order, cut at multiples of [`COPY`]: the same ones for the same content, wherever
+/// the file system has holes. Whole sectors; what is missing of the last one is zero.
+fn for_each_run<E>(
+    file: &File,
+    size: u64,
+    mut take: impl FnMut(u64, &[u8]) -> Result<(), E>,
+) -> std::io::Result<Result<(), E>> {
+    let block = ZERO_BLOCK as u64;
+    let mut buf = vec![0; COPY as usize];
+    let mut at = 0;
+    while let Some(start) = next_data(file, at)?.filter(|start| *start < size) {
+        let end = seek(file, SeekFrom::Hole(start)).unwrap_or(size).next_multiple_of(block).min(size);
+        at = at.max(start / block * block);
+        while at < end {
+            let len = (end - at).min(COPY - at % COPY) as usize;
+            file.read_exact_at(&mut buf[..len], at)?;
+            let whole = len.next_multiple_of(SECTOR as usize);
+            buf[len..whole].fill(0);
+            for (from, run, _) in blocks(&buf[..whole]).filter(|(_, _, zero)| !zero) {
+                if let Err(error) = take(at + from as u64, run) {
+                    return Ok(Err(error));
+                }
+            }
+            at += len as u64;
+        }
+    }
+    Ok(Ok(()))
 }
 
 /// The next offset with data, as far as the file system can tell.
@@ -146,7 +211,9 @@ pub fn export(view: &View, path: &Path, format: Format, output: Output) -> Resul
     match (format, output.zfile) {
         (Format::Raw, None) => export_raw(view, path, output),
         (Format::Layer, None) | (Format::Zfile, Some(_)) => write_file(path, output, |out| {
-            write_layer(out, view.size().next_multiple_of(SECTOR), |writer| {
+            // Not by content: an image in use may change meanwhile.
+            let uuid = Uuid::random().map_err(|e| Error::io("choosing an identifier", &e))?;
+            write_layer(out, view.size().next_multiple_of(SECTOR), uuid, |writer| {
                 view.for_each_chunk(|at, chunk| put(writer, at, chunk))
             })
         }),
@@ -178,10 +245,10 @@ fn export_raw(view: &View, path: &Path, output: Output) -> Result<Made, Error> {
 fn write_layer<'a>(
     out: &'a mut dyn Write,
     size: u64,
+    uuid: Uuid,
     fill: impl FnOnce(&mut LayerWriter<&'a mut dyn Write>) -> Result<(), Error>,
 ) -> Result<u64, Error> {
     let failed = |e: overlaybd::WriteLayerError| Error::caused(Code::Invalid, "writing the layer", &e);
-    let uuid = Uuid::random().map_err(|e| failed(e.into()))?;
     let info = LayerInfo { virtual_size: size, uuid, parent: Uuid::NIL, user_tag: Vec::new() };
     let mut writer = LayerWriter::new(out, info).map_err(failed)?;
     fill(&mut writer)?;
@@ -214,6 +281,43 @@ fn is_zero(block: &[u8]) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::image::Codec;
+
+    #[test]
+    fn equal_images_are_equal_layers() {
+        let dir = tempfile::tempdir().expect("directory");
+        let path = |name: &str| dir.path().join(name);
+        // Runs across the borders of what is read at once, an odd end, and zeroes that may or may not be holes.
+        let mut image = vec![0u8; (5 << 20) + 700];
+        image[1 << 20..3 << 20].fill(7);
+        image[(4 << 20) + 5000] = 1;
+        image[(5 << 20) + 699] = 2;
+        std::fs::write(path("full"), &image).expect("written");
+        let sparse = File::create(path("sparse")).expect("created");
+        sparse.set_len(image.len() as u64).expect("sized");
+        for (at, len) in [(1 << 20, 2 << 20), ((4 << 20) + 4096, 4096), (5 << 20, 700)] {
+            sparse.write_all_at(&image[at..at + len], at as u64).expect("written");
+        }
+        let zfile = Some(ZFileSpec { algorithm: Codec::Lz4, block_size: 4096 });
+        for output in [Output::default(), Output { zfile, digest: true }] {
+            let made = ["full", "sparse"].map(|name| {
+                let layer = path("layer");
+                import(&path(name), &layer, output).expect("imported");
+                let bytes = std::fs::read(&layer).expect("layer");
+                std::fs::remove_file(layer).expect("removed");
+                bytes
+            });
+            assert!(made[0] == made[1]);
+        }
+        let uuid = |image: &[u8]| {
+            std::fs::write(path("other"), image).expect("written");
+            content_uuid(&File::open(path("other")).expect("file"), image.len() as u64).expect("read")
+        };
+        let whole = uuid(&image);
+        assert_ne!(uuid(&image[..image.len() - 1]), whole, "length");
+        image.swap(1 << 20, 1);
+        assert_ne!(uuid(&image), whole, "place");
+    }
 
     #[test]
     fn zero_blocks_are_found() {
