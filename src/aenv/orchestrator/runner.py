@@ -33,7 +33,7 @@ from aenv.lifecycle.events import (
     VmmExited,
 )
 from aenv.lifecycle.instructions import Instruction
-from aenv.lifecycle.machine import step
+from aenv.lifecycle.machine import IllegalTransition, step
 from aenv.lifecycle.states import CREATING, RUNNING, EndReason, Operation, Stable
 from aenv.orchestrator.launcher import Launcher, remove_folder
 from aenv.orchestrator.record import Record
@@ -115,9 +115,13 @@ class Runner:
     async def carry_out(self, event: Event, job: Job) -> None:
         """Begin what `event` asks for and return when `job` has done it and that is written; raise why it has not.
 
-        Raises IllegalTransition at once. Once begun it goes on, also if the caller is cancelled.
+        Raises Conflict at once if that makes no sense now. Once begun it goes on, also if the caller is cancelled.
         """
-        await asyncio.shield(self.begin(event, job))
+        try:
+            done = self.begin(event, job)
+        except IllegalTransition as error:
+            raise Conflict(f"sandbox {self.record.id} is {self.record.life.position}: {error}") from error
+        await asyncio.shield(done)
         await self._flushed()
 
     def begin(self, event: Event, job: Job) -> "asyncio.Future[None]":

@@ -255,11 +255,11 @@ class Orchestrator:
 
     async def snapshot(self, sandbox_id: str, name: str | None, *, memory: bool = True) -> Snapshot:
         self._snapshots.check_name(name)
-        runner = await self._settled(sandbox_id)
+        self._visible(sandbox_id)
         async with self._snapshots.staged() as folder:
-            await runner.carry_out(
-                SnapshotRequested(name or ""), self._do.capture(folder / "checkpoint", memory=memory)
-            )
+            runner = await self._settled(sandbox_id)
+            job = self._do.capture(folder / "checkpoint", memory=memory)
+            await runner.carry_out(SnapshotRequested(name or ""), job)
             return await self._snapshots.publish(folder, runner.record, name)
 
     def snapshots(self, query: SnapshotQuery) -> SnapshotPage:
