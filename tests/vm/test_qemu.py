@@ -14,7 +14,7 @@ import pytest
 from aenv.config import VmmSettings
 from aenv.errors import VmmError
 from aenv.guest.provision import GuestBundle
-from aenv.vmm import cgroup, jail, jailer
+from aenv.vmm import cgroup, jail
 from aenv.vmm.accel import PROBE_DEADLINE, AccelProver, try_kvm
 from aenv.vmm.launch import QMP_SOCKET, find_program
 from aenv.vmm.process import Process, mark, read_mark, read_start_time
@@ -130,6 +130,9 @@ class TestJail:
         assert limits["Max core file size"] == "0"
         assert int(limits["Max file size"]) < 128 << 20
         assert proc(vm, "oom_score_adj").read_text().strip() == "500"
+        assert os.getpriority(os.PRIO_PROCESS, vm.handle.pid) == os.getpriority(os.PRIO_PROCESS, 0) + 5
+        if proc(vm, "autogroup").exists():
+            assert proc(vm, "autogroup").read_text().split()[-2:] == ["nice", "5"]
         assert os.getsid(vm.handle.pid) == vm.handle.pid
 
     async def test_the_mark_names_home_and_sandbox(self, place: Lab, vmm: QemuVmm) -> None:
@@ -164,10 +167,11 @@ class TestJailServer:
         for vm in (first, second):
             assert await console_until(vm, b"hello")
 
-    async def test_one_that_hangs_is_given_up(self, place: Lab, vmm: QemuVmm, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(jailer, "_DEADLINE", 0.2)
+    async def test_one_that_hangs_is_given_up(self, place: Lab, vmm: QemuVmm) -> None:
         await vmm.boot(place.spec("sb"))
-        server = jail_server()
+        server, channel = jail_server(), vmm._jailer._channel
+        assert channel is not None
+        channel.settimeout(0.2)
         os.kill(server.pid, signal.SIGSTOP)
         with pytest.raises(VmmError, match="no answer of the jail server"):
             await vmm.boot(place.spec("other"))

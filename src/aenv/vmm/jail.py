@@ -14,6 +14,7 @@ client's (CLONE_PARENT), who waits for them. A VMM that cannot be shut in prints
 # System calls, on paths of other processes' namespaces: pathlib would hide them.
 # ruff: noqa: PTH101, PTH103, PTH116, PTH120, PTH123, PTH211
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -184,6 +185,9 @@ def become_vmm(jail: dict[str, Any]) -> None:
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write(str(jail["oom_score_adj"]))
     os.nice(jail["nice"])
+    # Of its own session, which is what counts where the kernel schedules by session (sched_autogroup).
+    with contextlib.suppress(OSError), open("/proc/self/autogroup", "w") as file:
+        file.write(str(jail["nice"]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (jail["max_file_size"], jail["max_file_size"]))
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))

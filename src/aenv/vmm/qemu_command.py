@@ -113,13 +113,14 @@ def _booted(memory_mb: int, cmdline: str) -> list[str]:
 def _restored(memory_mb: int) -> list[str]:
     """A private mapping of the memory file: what the guest writes is the VMM's own, the rest is the host's page cache.
 
-    Without a configuration section in its state a guest may go on under another machine's name. Firmware, kernel and
-    command line are in its memory already.
+    Firmware, kernel and command line are in its memory already. The device states that are saved have no
+    configuration section; that one is loaded is told by an event.
     """
     file = f"memory-backend-file,id={MEMORY_ID},size={memory_mb}M,mem-path={JailPath.MEMORY}"
     return [
         *("-m", f"{memory_mb}M", "-object", f"{file},share=off,readonly=on,rom=off"),
-        *("-incoming", "defer", "-S", "-global", "migration.send-configuration=off"),
+        *("-incoming", "defer", "-S"),
+        *("-global", "migration.send-configuration=off", "-global", "migration.x-events=on"),
     ]
 
 

@@ -82,9 +82,7 @@ class QemuVm:
         self._expect("waiting", to="take a state")
         await asyncio.to_thread(write_state, self.handle.pid, state)
         self._phase = None  # of no use if what follows fails
-        events = [{"capability": "events", "state": True}]
         try:
-            await self._execute("migrate-set-capabilities", {"capabilities": events})
             await self._execute("migrate-incoming", {"uri": f"file:{JailPath.STATE}"})
             async with asyncio.timeout(DEFAULT_DEADLINE):
                 await self._or_end(self._loaded.wait())
