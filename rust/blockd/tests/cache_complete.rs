@@ -51,6 +51,58 @@ fn a_complete_layer_is_published_and_read_locally() {
     assert_eq!(left.len(), 2, "{left:?}");
 }
 
+fn eventually(what: impl Fn() -> bool) {
+    let end = std::time::Instant::now() + std::time::Duration::from_secs(30);
+    while !what() {
+        assert!(std::time::Instant::now() < end, "it never happened");
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn an_open_layer_is_completed_in_the_background_and_a_closed_one_is_not() {
+    let dir = tempfile::tempdir().unwrap();
+    let server = Server::new(content(SIZE));
+    let cache = cache(&dir.path().join("cache"), 8 * BLOCK_LEN as u64);
+    let [closed, kept] = ["closed", "kept"].map(|name| {
+        let path = Some(dir.path().join(name));
+        let layer = remote(&cache, RemoteLayer { path, ..with_digest(&server, digest_of(&server)) });
+        read(&layer, 5, 10).unwrap();
+        layer
+    });
+    settle(&cache);
+    // It is in the middle of the first, and the second has its turn only once that was given up.
+    server.hold(true);
+    let before = server.seen().len();
+    cache.complete_later(&closed);
+    cache.complete_later(&kept);
+    server.wait_for(before + 1);
+    drop(closed);
+    server.hold(false);
+    eventually(|| kept.cached().unwrap().is_local());
+    assert!(std::fs::read(dir.path().join("kept")).unwrap() == server.shared.content);
+    assert!(read(&kept, 0, SIZE).unwrap() == server.shared.content);
+    let mut left: Vec<_> = std::fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    left.sort();
+    assert_eq!(left, ["cache", "kept"]);
+}
+
+#[test]
+fn the_end_of_the_cache_does_not_wait_for_a_layer_to_be_complete() {
+    let dir = tempfile::tempdir().unwrap();
+    let server = Server::new(content(SIZE));
+    let cache = cache(&dir.path().join("cache"), 8 * BLOCK_LEN as u64);
+    let path = Some(dir.path().join("layer"));
+    let layer = remote(&cache, RemoteLayer { path, ..with_digest(&server, digest_of(&server)) });
+    server.always(Act::Stall);
+    let before = server.seen().len();
+    cache.complete_later(&layer);
+    server.wait_for(before + 1);
+    drop(cache);
+    assert!(!layer.cached().unwrap().is_local());
+    assert!(!dir.path().join("layer").exists() && !dir.path().join(".layer.partial").exists());
+}
+
 #[test]
 fn a_layer_without_a_path_is_verified_in_the_cache() {
     let dir = tempfile::tempdir().unwrap();

@@ -24,6 +24,8 @@ pub enum CompleteError {
     },
     /// {0} is being assembled already
     Busy(PathBuf),
+    /// nobody wants the layer whole any more
+    Unwanted,
     /// reading the layer failed
     Read(#[source] io::Error),
     /// writing {0} failed
@@ -38,17 +40,22 @@ impl CachedLayer {
     /// # Errors
     /// [`CompleteError`]. A wrong digest poisons the layer: every later read of it fails and says why.
     pub fn complete(&self) -> Result<Digest, CompleteError> {
+        self.complete_while(|| true)
+    }
+
+    /// The same, given up between two blocks when it is no longer `wanted`.
+    pub(super) fn complete_while(&self, wanted: impl Fn() -> bool) -> Result<Digest, CompleteError> {
         if let Some(local) = self.local.get() {
             return sha256(local).map_err(CompleteError::Read);
         }
         let Some(path) = self.path.as_deref() else {
-            let (_, digest) = self.copy_into(io::sink(), Path::new("nowhere"))?;
+            let (_, digest) = self.copy_into(io::sink(), Path::new("nowhere"), wanted)?;
             self.judge(digest)?;
             return Ok(digest);
         };
         let temporary = Temporary::create(path)?;
         let failed = |error| CompleteError::Write(path.to_owned(), error);
-        let (_, digest) = self.copy_into(&temporary.file, path)?;
+        let (_, digest) = self.copy_into(&temporary.file, path, wanted)?;
         self.judge(digest)?;
         let file = temporary.publish(path).map_err(failed)?;
         let local = FileSource::new(file).map_err(failed)?;
@@ -73,12 +80,20 @@ impl CachedLayer {
         }
     }
 
-    fn copy_into<W: Write>(&self, output: W, path: &Path) -> Result<(W, Digest), CompleteError> {
+    fn copy_into<W: Write>(
+        &self,
+        output: W,
+        path: &Path,
+        wanted: impl Fn() -> bool,
+    ) -> Result<(W, Digest), CompleteError> {
         let mut output = DigestWriter::new(output);
         let mut buf = vec![0; BLOCK as usize];
         let mut offset = 0;
         let size = self.fetcher.layer.size;
         while offset < size {
+            if !wanted() {
+                return Err(CompleteError::Unwanted);
+            }
             let part = &mut buf[..(size - offset).min(BLOCK) as usize];
             self.read(part, offset, Lane::Background).map_err(CompleteError::Read)?;
             output.write_all(part).map_err(|error| CompleteError::Write(path.to_owned(), error))?;

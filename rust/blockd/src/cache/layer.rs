@@ -41,6 +41,11 @@ impl CachedLayer {
         self.fetcher.origin.url()
     }
 
+    /// The URL as logs may show it.
+    pub(super) fn shown(&self) -> &str {
+        self.fetcher.origin.shown()
+    }
+
     /// Where the layer is assembled when it is complete.
     pub fn path(&self) -> Option<&Path> {
         self.path.as_deref()

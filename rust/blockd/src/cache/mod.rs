@@ -19,6 +19,7 @@
 //! nothing says that the object is still the same, so its blocks are not kept beyond the last close.
 
 mod complete;
+mod completer;
 mod fetch;
 mod files;
 mod flight;
@@ -48,6 +49,7 @@ use std::time::Instant;
 use tokio::runtime::Runtime;
 use tokio::sync::Semaphore;
 
+use completer::Completer;
 use fetch::Fetcher;
 use flight::lock;
 use layout::Key;
@@ -107,6 +109,7 @@ pub struct Cache {
     options: CacheOptions,
     transport: OnceLock<Arc<Transport>>,
     open: Mutex<Vec<Weak<CachedLayer>>>,
+    completer: Completer,
     runtime: Option<Runtime>,
     _lock: File,
 }
@@ -151,6 +154,7 @@ impl Cache {
             options,
             transport: OnceLock::new(),
             open: Mutex::default(),
+            completer: Completer::default(),
             runtime: Some(runtime),
             _lock: lock,
         })
@@ -199,6 +203,16 @@ impl Cache {
         open.retain(|layer| layer.strong_count() > 0);
         open.push(Arc::downgrade(&cached));
         Ok(LayerSource::Cached(cached))
+    }
+
+    /// Makes a layer whole at its path, if it has one, in the background: one layer at a time, behind all readers, and given up
+    /// when the layer is closed.
+    pub fn complete_later(&self, layer: &LayerSource) {
+        if let LayerSource::Cached(layer) = layer {
+            if layer.path().is_some() && !layer.is_local() {
+                self.completer.add(layer);
+            }
+        }
     }
 
     /// Replaces the headers of all open layers whose URL starts with `url_prefix`; returns how many there are.
@@ -266,6 +280,7 @@ impl Drop for Cache {
             // Not waited for: a task may be in the middle of a long wait. Blocks on their way land with an error.
             runtime.shutdown_background();
         }
+        self.completer.end();
     }
 }
 

@@ -55,6 +55,7 @@ impl LayerSources for Sources {
             (Some(url), _) => {
                 let layer = self.cache.open_layer(self.remote(url, spec)?);
                 let layer = layer.map_err(|e| Error::caused(Code::Origin, format_args!("opening layer {url}"), &e))?;
+                self.cache.complete_later(&layer);
                 Ok(Arc::new(layer))
             }
         }
