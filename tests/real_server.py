@@ -76,6 +76,7 @@ class RealServer:
         self.url = f"http://127.0.0.1:{port}"
         own = {"home": str(home), "api_key": KEY, "api_port": str(port), "network_cidr": CIDR, "vmm_uid_base": UID_BASE}
         own |= {"network_pool_size": "2", "network_max_slots": "64", "orchestrator_max_sandboxes": "64"}
+        own |= {"standby_ready": "0", "standby_prepared": "0"}  # so that all there is belongs to a sandbox
         own |= {"orchestrator_boot_deadline": "120"}  # another test run beside this one is no fault
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("AENV_", "E2B_"))}
         self.environ = inherited | {f"AENV_{name.upper()}": value for name, value in (own | settings).items()}

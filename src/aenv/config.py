@@ -88,6 +88,18 @@ class OrchestratorSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StandbySettings:
+    """Guests made ahead of creates for the templates in use: as many as were wanted lately, up to these of each."""
+
+    ready: Annotated[int, between(0, 1000)] = 1
+    """Restored and running: a create takes milliseconds. 0: none."""
+    prepared: Annotated[int, between(0, 1000)] = 1
+    """VMMs that wait for the template's state. 0: none."""
+    memory_mb: Amount = 2048
+    """Most that all ready ones together may have as their guests' memory; what they use is a tenth of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VmmSettings:
     """The virtual machine monitor."""
 
@@ -165,6 +177,7 @@ class Settings:
     home: Path = field(default_factory=default_home)
     api: ApiSettings = ApiSettings()
     orchestrator: OrchestratorSettings = OrchestratorSettings()
+    standby: StandbySettings = StandbySettings()
     vmm: VmmSettings = VmmSettings()
     network: NetworkSettings = NetworkSettings()
     guest: GuestSettings = GuestSettings()

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from aenv.config import ApiSettings, OrchestratorSettings, Settings, load
+from aenv.config import ApiSettings, OrchestratorSettings, Settings, StandbySettings, load
 from aenv.guest.provision import GuestBundle
 from aenv.images.protocol import Stack
 from aenv.images.store import import_layer, make_store
@@ -70,6 +70,7 @@ class Node:
     home: Path
     limits: OrchestratorSettings = field(default_factory=OrchestratorSettings)
     host: FakeHost = field(default_factory=FakeHost)
+    standby: StandbySettings = StandbySettings(ready=0, prepared=0)  # noqa: RUF009 (frozen)
     net: int = field(default_factory=lambda: next(_nets))
     max_slots: int = 1000
 
@@ -79,6 +80,7 @@ class Node:
             api=ApiSettings(port=0),
             orchestrator=self.limits,
             images=load().images,
+            standby=self.standby,
         )
         self.network = FakeNetwork(self.max_slots, self.net)
         self._stack: contextlib.AsyncExitStack | None = None

@@ -2,8 +2,8 @@
 
 import asyncio
 import shutil
-from collections.abc import Awaitable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -78,21 +78,57 @@ class Launcher:
         Raises Conflict if this node cannot run what was saved, and InfrastructureErrors. On an error or cancellation
         the caller releases.
         """
-        memory = None if boot else source.manifest.memory
-        if memory is not None:
-            await self._check(memory.requires)
+        if boot or source.manifest.memory is None:
+            async with self._in_time():
+                disk = await self._make_disk(run, egress, source, memory=False)
+                async with self._booting:
+                    await self._boot(run, template, disk)
+        else:
+            await self.prepare(run, template, egress, source)
+            await self.go_on(run, source)
+
+    async def prepare(self, run: Run, template: Template, egress: EgressPolicy, source: Checkpoint) -> None:
+        """The part of `start` that needs no guest: all that it will hold, and a VMM that waits. Errors are those of
+        `start`."""
+        assert source.manifest.memory is not None
+        assert source.memory is not None
+        await self._check(source.manifest.memory.requires)
+        async with self._in_time():
+            disk = await self._make_disk(run, egress, source, memory=True)
+            assert run.image is not None
+            with run.timed("memory"):
+                stack = Stack(layers=tuple(run.memory), size=source.memory.size)
+                memory = await self._images.open_memory(run.image, stack, run.name)
+            with run.timed("vmm"):
+                run.vm = await self._vmm.prepare(self._vm_spec(run, template, disk, memory))
+
+    async def go_on(self, run: Run, source: Checkpoint) -> None:
+        """Have the guest of `source` go on in a run that is prepared for it. Raises an InfrastructureError."""
+        assert run.vm is not None
+        async with self._in_time():
+            with run.timed("load"):
+                await run.vm.load(await asyncio.to_thread(source.state))
+                await run.vm.thaw()
+
+    async def wait_ready(self, run: Run) -> None:
+        """Return when the daemon of a run's guest answers. Raises an InfrastructureError."""
+        assert run.vm is not None
+        assert run.slot is not None
+        with run.timed("guest"):
+            await self._wait_ready(run, run.vm, run.slot.address)
+
+    async def set_egress(self, run: Run, egress: EgressPolicy) -> None:
+        """Replace the egress policy of a run. Raises NetworkError, BadRequest."""
+        assert run.slot is not None
+        await self._network.apply(run.slot, egress)
+
+    @asynccontextmanager
+    async def _in_time(self) -> AsyncIterator[None]:
+        """The deadline of a step of a launch."""
         deadline = self._settings.orchestrator.create_deadline
         try:
             async with asyncio.timeout(deadline):
-                with run.timed("slot"):
-                    run.slot = await self._network.acquire(egress)
-                with run.timed("disk"):
-                    disk = await self._make_disk(run, run.slot, source, memory=memory is not None)
-                if memory is None:
-                    async with self._booting:
-                        await self._boot(run, template, run.slot, disk)
-                else:
-                    await self._restore(run, template, run.slot, disk, source)
+                yield
         except TimeoutError:
             raise Unavailable(
                 f"the sandbox was not ready within {deadline:g} s: the node is busy; try again, "
@@ -120,24 +156,10 @@ class Launcher:
         """What the daemon of this sandbox's guest wants to be told, if anything."""
         return None if guest is None else self._tokens.envd(guest)
 
-    async def _boot(self, run: Run, template: Template, slot: Slot, disk: Disk) -> None:
+    async def _boot(self, run: Run, template: Template, disk: Disk) -> None:
         with run.timed("vmm"):
-            run.vm = await self._vmm.boot(self._vm_spec(run, template, slot, disk, None))
-        with run.timed("guest"):
-            await self._wait_ready(run, run.vm, slot.address)
-
-    async def _restore(self, run: Run, template: Template, slot: Slot, disk: Disk, source: Checkpoint) -> None:
-        assert source.memory is not None
-        assert run.image is not None
-        with run.timed("memory"):
-            memory = await self._images.open_memory(
-                run.image, Stack(layers=tuple(run.memory), size=source.memory.size), run.name
-            )
-        with run.timed("vmm"):
-            run.vm = await self._vmm.prepare(self._vm_spec(run, template, slot, disk, memory))
-        with run.timed("load"):
-            await run.vm.load(await asyncio.to_thread(source.state))
-            await run.vm.thaw()
+            run.vm = await self._vmm.boot(self._vm_spec(run, template, disk, None))
+        await self.wait_ready(run)
 
     async def requirements(self, kernel: str, vcpus: int) -> Requirements:
         """What a guest saved here now needs to go on."""
@@ -217,7 +239,7 @@ class Launcher:
         if run.image is not None:
             mapped = Stack(layers=tuple(run.memory[: run.mapped]), size=record.template.memory_mb << 20)
             memory = await self._images.open_memory(run.image, mapped, run.name)
-        spec = self._vm_spec(run, record.template, run.slot, disk, memory)
+        spec = self._vm_spec(run, record.template, disk, memory)
         run.vm = await self._vmm.adopt(spec, record.run.vm)
 
     async def release(self, run: Run) -> None:
@@ -234,18 +256,24 @@ class Launcher:
                 await self._images.close_memory(run.image, run.name)
             await to_its_end(remove_folder, run.directory)
 
-    async def _make_disk(self, run: Run, slot: Slot, source: Checkpoint, *, memory: bool) -> Disk:
-        try:
-            await to_its_end(run.begin_with, source, memory=memory)
-        except OSError as error:
-            raise InsufficientStorage(f"cannot make {run.directory}: {error}") from error
-        stack = Stack(layers=tuple(run.disk), size=run.disk_size)
-        return await self._images.attach(stack, run.directory, self._uid(slot))
+    async def _make_disk(self, run: Run, egress: EgressPolicy, source: Checkpoint, *, memory: bool) -> Disk:
+        """A slot, and the disk of `source` for the user that goes with it."""
+        with run.timed("slot"):
+            run.slot = await self._network.acquire(egress)
+        with run.timed("disk"):
+            try:
+                await to_its_end(run.begin_with, source, memory=memory)
+            except OSError as error:
+                raise InsufficientStorage(f"cannot make {run.directory}: {error}") from error
+            stack = Stack(layers=tuple(run.disk), size=run.disk_size)
+            return await self._images.attach(stack, run.directory, self._uid(run.slot))
 
     def _uid(self, slot: Slot) -> int:
         return self._settings.vmm.uid_base + slot.index
 
-    def _vm_spec(self, run: Run, template: Template, slot: Slot, disk: Disk, memory: Path | None) -> VmSpec:
+    def _vm_spec(self, run: Run, template: Template, disk: Disk, memory: Path | None) -> VmSpec:
+        slot = run.slot
+        assert slot is not None
         return VmSpec(
             sandbox_id=run.name,
             directory=run.directory,

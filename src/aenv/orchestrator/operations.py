@@ -6,6 +6,7 @@ A job returns the event that says it is done, or raises with nothing changed: th
 import asyncio
 import uuid
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -17,6 +18,7 @@ import structlog
 from aenv.errors import AenvError, InfrastructureError
 from aenv.images.protocol import ImageStore
 from aenv.lifecycle.events import Captured, Event, Launched, Paused, Resumed, RolledBack
+from aenv.network.protocol import EgressPolicy
 from aenv.orchestrator.capture import Capturer, going_on
 from aenv.orchestrator.chains import shorten
 from aenv.orchestrator.host import host_boot_id
@@ -24,8 +26,10 @@ from aenv.orchestrator.launcher import Launcher, remove_folder
 from aenv.orchestrator.record import Record, Rest
 from aenv.orchestrator.run import Run
 from aenv.orchestrator.runner import Job, Runner
+from aenv.orchestrator.standby import Waiting
 from aenv.snapshots import making
 from aenv.snapshots.checkpoint import Checkpoint, read
+from aenv.templates.models import Template
 from aenv.threads import to_its_end
 
 log = structlog.get_logger(__name__)
@@ -42,21 +46,31 @@ class Baking(Protocol):
 class Operations:
     """Makes jobs. Owns nothing but the turns in which templates are baked."""
 
-    def __init__(self, *, launcher: Launcher, capturer: Capturer, images: ImageStore, templates: Baking) -> None:
+    def __init__(
+        self,
+        *,
+        launcher: Launcher,
+        capturer: Capturer,
+        images: ImageStore,
+        templates: Baking,
+        used: Callable[[Template, Checkpoint], None],
+    ) -> None:
+        """`used` is told of every checkpoint of a template that a sandbox was created from."""
         self._launcher = launcher
         self._capturer = capturer
         self._images = images
         self._templates = templates
+        self._used = used
         self._baking: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
-    def create(self) -> Job:
-        """A first launch, from the template's checkpoint."""
+    def create(self, waiting: Waiting | None) -> Job:
+        """A first launch, from the template's checkpoint: of the guest that waits for it, if there is one."""
 
         async def job(runner: Runner) -> Event:
             record = runner.record
-            run = self._launcher.new_run(record.id, record.launches)
+            run = waiting.run if waiting else self._launcher.new_run(record.id, record.launches)
             try:
-                guest = await self._start_template(run, record)
+                guest = await (self._claim(waiting, record) if waiting else self._start_template(run, record))
                 await self._launcher.greet(run, record, guest)
             except BaseException:
                 runner.let_go(run)
@@ -170,6 +184,18 @@ class Operations:
             raise
         return run
 
+    async def _claim(self, waiting: Waiting, record: Record) -> str | None:
+        """Make a guest that was made ahead this sandbox's; returns as `_start_template`."""
+        run = waiting.run
+        run.timings.clear()
+        if record.spec.egress != EgressPolicy():
+            with run.timed("egress"):
+                await self._launcher.set_egress(run, record.spec.egress)
+        if not waiting.ready:
+            await self._launcher.go_on(run, waiting.source)
+        self._used(record.template, waiting.source)
+        return waiting.source.manifest.guest
+
     async def _start_template(self, run: Run, record: Record) -> str | None:
         """Start on the template's checkpoint; the first one here boots and bakes it, the others wait for that.
 
@@ -184,7 +210,10 @@ class Operations:
                     await self._bake(run, record)
                     return None
         await self._launcher.start(run, template, egress, source)
-        return source.manifest.guest if source.manifest.memory else None
+        if source.manifest.memory is None:
+            return None
+        self._used(template, source)
+        return source.manifest.guest
 
     async def _baked(self, template_id: str, *, any_kernel: bool) -> Checkpoint | None:
         """The template's checkpoint, unless it has to be made (again) by a boot here."""
@@ -199,8 +228,10 @@ class Operations:
         folder = run.directory / "baked"
         try:
             with run.timed("bake"):
-                await self._capturer.full(run, record.template.cpu_count, folder, guest=None, thaw=True)
+                made = await self._capturer.full(run, record.template.cpu_count, folder, guest=None, thaw=True)
+                await self._images.make_durable(made.files)
                 await to_its_end(self._templates.bake, record.template.id, folder)
+            self._used(record.template, await asyncio.to_thread(read, self._templates.checkpoint(record.template.id)))
         except AenvError as error:
             log.error("template.not_baked", template=record.template.id, error=error.message)
 

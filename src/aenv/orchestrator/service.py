@@ -49,6 +49,7 @@ from aenv.orchestrator.protocol import TokenTest
 from aenv.orchestrator.record import Record
 from aenv.orchestrator.runner import Job, Runner
 from aenv.orchestrator.snapshots import Library, Snapshots
+from aenv.orchestrator.standby import Standby
 from aenv.orchestrator.store import IdempotencyKey, LoggedEvent, Store
 from aenv.orchestrator.tokens import Tokens
 from aenv.orchestrator.unwritten import Rewriter
@@ -93,7 +94,10 @@ class Orchestrator:
         self._settings = settings
         self._store = store
         self._launcher = launcher
-        self._do = Operations(launcher=launcher, capturer=capturer, images=images, templates=templates)
+        self._standby = Standby(settings=settings.standby, launcher=launcher, new_id=_new_id, quiet=self._quiet)
+        self._do = Operations(
+            launcher=launcher, capturer=capturer, images=images, templates=templates, used=self._standby.used
+        )
         self._snapshots = Snapshots(library=templates, images=images)
         self._network = network
         self._vmm = vmm
@@ -129,6 +133,7 @@ class Orchestrator:
             self._tasks.create_task(self._prune(), name="prune"),
             self._tasks.create_task(self._rewriter.run(), name="rewrite"),
         ]
+        await self._standby.__aenter__()
         return self
 
     def stop_creating(self) -> None:
@@ -143,6 +148,7 @@ class Orchestrator:
         self.stop_creating()
         for task in self._upkeep:
             task.cancel()
+        await self._standby.aclose()
         # What is in flight is done or undone; one that cannot be, the next start finds out about.
         settling = [r.gone() if r.operation is Operation.KILLING else r.settled() for r in self._runners.values()]
         with suppress(TimeoutError):
@@ -161,21 +167,33 @@ class Orchestrator:
     async def create(self, spec: CreateSpec, *, idempotency_key: str | None = None) -> Sandbox:
         self._check_open()
         template = self._templates.resolve(spec.template)
-        sandbox_id = _new_id()
-        if idempotency_key is not None:
-            claim = IdempotencyKey(idempotency_key, _digest(spec), sandbox_id)
-            if (earlier := await self._claim(claim)) is not None:
-                await earlier.ready()
-                return earlier.record.sandbox(self._tokens)
+        waiting = self._standby.take(template)
+        sandbox_id = waiting.id if waiting else _new_id()
         try:
-            runner = self._begin(self._new_record(sandbox_id, spec, template), self._do.create())
-            await runner.ready()
-        except AenvError:
-            # A failed creation must not keep its key: the retry has to be able to succeed.
             if idempotency_key is not None:
-                await self._store.unclaim(idempotency_key, sandbox_id)
-            raise
+                claim = IdempotencyKey(idempotency_key, _digest(spec), sandbox_id)
+                if (earlier := await self._claim(claim)) is not None:
+                    await earlier.ready()
+                    return earlier.record.sandbox(self._tokens)
+            try:
+                runner = self._begin(self._new_record(sandbox_id, spec, template), self._do.create(waiting))
+                waiting = None
+                await runner.ready()
+            except AenvError:
+                # A failed creation must not keep its key: the retry has to be able to succeed.
+                if idempotency_key is not None:
+                    await self._store.unclaim(idempotency_key, sandbox_id)
+                raise
+        finally:
+            if waiting is not None:
+                self._standby.give_back(waiting)
         return runner.record.sandbox(self._tokens)
+
+    async def _quiet(self) -> None:
+        """Return when nothing is being launched."""
+        for runner in list(self._runners.values()):
+            if runner.operation in (Operation.CREATING, Operation.RESUMING, Operation.ROLLING_BACK):
+                await runner.settled()
 
     async def _claim(self, claim: IdempotencyKey) -> Runner | None:
         """None if the key is now this creation's; else the runner of the sandbox it already made. Raises Conflict."""
