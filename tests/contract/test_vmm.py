@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Protocol
 
@@ -408,6 +408,31 @@ class TestState:
             who, progress = await rig.look(spec, vm)
             assert who == first[0]
             assert progress > first[1]
+            await vm.kill()
+        assert rig.leftovers() == set()
+
+    @pytest.mark.parametrize("ticks", [0, 1, 2, 4])
+    async def test_a_freeze_or_thaw_that_nobody_waited_for(self, rig: Rig, tmp_path: Path, ticks: int) -> None:
+        """Whether it was carried out is not known then; the next call must not believe either."""
+
+        async def abandon(call: Coroutine[None, None, None]) -> None:
+            calling = asyncio.create_task(call)
+            for _ in range(ticks):
+                await asyncio.sleep(0)
+            calling.cancel()
+            await asyncio.gather(calling, return_exceptions=True)
+
+        async with running(rig, "a-ctr") as (_, [(spec, vm)]):
+            who, progress = await rig.look(spec, vm)
+            await abandon(vm.freeze())
+            await vm.thaw()
+            same, further = await rig.look(spec, vm)
+            assert (same, further > progress) == (who, True)
+            await vm.freeze()
+            await abandon(vm.thaw())
+            await vm.freeze()
+            first, second = [(await dump(vm, tmp_path / name)).read_bytes() for name in ("first", "second")]
+            assert first == second
             await vm.kill()
         assert rig.leftovers() == set()
 

@@ -25,7 +25,7 @@ _LAST_WORDS_DEADLINE = 2.0
 _LAST_WORDS = 3
 """Lines."""
 
-Phase = Literal["waiting", "frozen", "running"]
+Phase = Literal["waiting", "frozen", "running", "unsure"]
 _PHASES: dict[str, Phase] = {"inmigrate": "waiting", "paused": "frozen", "running": "running"}
 """By QEMU's word for its state."""
 _DEAD_STATES = {
@@ -94,7 +94,8 @@ class QemuVm:
 
     async def freeze(self) -> None:
         if self._phase != "frozen":
-            self._expect("running", to="freeze")
+            self._expect("running", "unsure", to="freeze")
+            self._phase = "unsure"  # and stays so if there is no answer, or nobody waits for it
             # Answered when the virtual CPUs have stopped and what they had asked of the disk is done.
             await self._execute("stop")
             if self._reason is not None:  # it ended before it could be stopped
@@ -103,7 +104,8 @@ class QemuVm:
 
     async def thaw(self) -> None:
         if self._phase != "running":
-            self._expect("frozen", to="thaw")
+            self._expect("frozen", "unsure", to="thaw")
+            self._phase = "unsure"
             await self._execute("cont")
             self._phase = "running"
 
@@ -164,9 +166,9 @@ class QemuVm:
         if not self._exit.done():
             self._exit.cancel()
 
-    def _expect(self, phase: Phase, *, to: str) -> None:
-        if self._phase != phase:
-            raise VmmError(f"the VMM {self.handle.pid} cannot {to}: it is {self._phase or 'lost'}, not {phase}")
+    def _expect(self, *phases: Phase, to: str) -> None:
+        if self._phase not in phases:
+            raise VmmError(f"the VMM {self.handle.pid} cannot {to}: it is {self._phase or 'lost'}, not {phases[0]}")
 
     async def _connect(self, deadline: float) -> None:
         path = self._spec.directory / QMP_SOCKET
@@ -199,7 +201,7 @@ class QemuVm:
             self._die(f"the guest ended: {str(data.get('reason', 'unknown'))[:40]}")
         elif event == "GUEST_PANICKED":
             self._die(_DEAD_STATES["guest-panicked"])
-        elif event == "STOP":
+        elif event == "STOP" and self._phase == "running":  # not by us
             self._attention.set()
         elif event == "MIGRATION" and data.get("status") == "completed":
             self._loaded.set()
