@@ -58,8 +58,3 @@ def detail(found: models.Sandbox, domain: str | None) -> SandboxDetail:
     if found.pause_mode is not None:
         answer["pauseMode"] = found.pause_mode
     return answer
-
-
-def server_timing(found: models.Sandbox) -> str:
-    """Where the time of a launch went, as the W3C's Server-Timing header has it (milliseconds)."""
-    return ", ".join(f"{step};dur={milliseconds:g}" for step, milliseconds in found.timings.items())

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Response
 
-from aenv.api import answers, create
+from aenv.api import answers, create, timing
 from aenv.api.body import Bodies, documented
 from aenv.api.errors import error_response
 from aenv.api.openapi import errors, headers
@@ -25,7 +25,7 @@ def router(sandboxes: Sandboxes, settings: Settings) -> APIRouter:
     bodies = Bodies(settings.api.max_body_bytes)
     limits = settings.orchestrator
     domain = settings.api.domain
-    woken = headers(201, Server_Timing="Milliseconds of each step of the launch.")
+    woken = headers(201, Server_Timing=timing.LAUNCH)
     woken[201] |= {"model": Sandbox, "description": "It was paused and runs again"}
 
     @routes.post(
@@ -33,16 +33,19 @@ def router(sandboxes: Sandboxes, settings: Settings) -> APIRouter:
         status_code=204,
         summary="Pause a sandbox; without memory only its disk is kept. 409 if it is paused already",
         openapi_extra=documented(SandboxPauseRequest, required=False),
-        responses=errors(400, 404, 409, 413, 503, 504, 507),
+        responses=errors(400, 404, 409, 413, 503, 504, 507) | headers(204, Server_Timing=timing.STOPPED),
         response_model=None,
     )
     async def pause(
-        sandbox_id: SandboxId, body: Annotated[SandboxPauseRequest, Depends(bodies.optional(SandboxPauseRequest))]
+        sandbox_id: SandboxId,
+        response: Response,
+        body: Annotated[SandboxPauseRequest, Depends(bodies.optional(SandboxPauseRequest))],
     ) -> Response | None:
         if body.requireHealthyGuest and not await _guest_answers(sandboxes, sandbox_id):
             refusal = Unavailable(f"The daemon in sandbox {sandbox_id} does not answer; the sandbox was not paused")
             return error_response(refusal, {"Should-Retry": "false"})  # SDKs would repeat it three times.
         await sandboxes.pause(sandbox_id, memory=body.memory is not False)
+        timing.note_stop(response, sandboxes, sandbox_id)
         return None
 
     async def resumed(
@@ -70,14 +73,14 @@ def router(sandboxes: Sandboxes, settings: Settings) -> APIRouter:
             running = not was_paused
         if running:
             raise Conflict(f"Sandbox {sandbox_id} is running already; to lengthen its life use connect or timeout")
-        response.headers["Server-Timing"] = answers.server_timing(sandbox)
+        timing.note_launch(response, sandbox)
         return answers.sandbox(sandbox, domain)
 
     async def connect(response: Response, sandbox_id: str, ttl: int | None, memory: bool | None) -> Sandbox:
         sandbox, was_paused = await resumed(sandbox_id, ttl, create.DEFAULT_TIMEOUT_V2, memory)
         if was_paused:
             response.status_code = 201
-            response.headers["Server-Timing"] = answers.server_timing(sandbox)
+            timing.note_launch(response, sandbox)
         return answers.sandbox(sandbox, domain)
 
     @routes.post(

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Header, Query, Response
 
-from aenv.api import answers, create, listing
+from aenv.api import answers, create, listing, timing
 from aenv.api.body import Bodies, documented
 from aenv.api.openapi import errors, headers
 from aenv.api.paths import SandboxId
@@ -39,14 +39,14 @@ def router(sandboxes: Sandboxes, settings: Settings) -> APIRouter:
     bodies = Bodies(settings.api.max_body_bytes)
     limits = settings.orchestrator
     domain = settings.api.domain
-    timing = headers(201, Server_Timing="Milliseconds of each step of the launch.")
+    launched = headers(201, Server_Timing=timing.LAUNCH)
 
     @routes.post(
         "/v2/sandboxes",
         status_code=201,
         summary="Create a sandbox",
         openapi_extra=documented(NewSandboxV2),
-        responses=errors(400, 404, 409, 413, 429, 501, 503, 504, 507) | timing,
+        responses=errors(400, 404, 409, 413, 429, 501, 503, 504, 507) | launched,
     )
     async def create_v2(
         response: Response,
@@ -56,7 +56,7 @@ def router(sandboxes: Sandboxes, settings: Settings) -> APIRouter:
         key = create.checked_idempotency_key(idempotency_key)
         spec = create.spec(body, default_timeout=create.DEFAULT_TIMEOUT_V2, limits=limits)
         sandbox = await sandboxes.create(spec, idempotency_key=key)
-        response.headers["Server-Timing"] = answers.server_timing(sandbox)
+        timing.note_launch(response, sandbox)
         return answers.sandbox(sandbox, domain)
 
     @routes.post(
@@ -64,14 +64,14 @@ def router(sandboxes: Sandboxes, settings: Settings) -> APIRouter:
         status_code=201,
         summary="Create a sandbox (version 1: may be unsecured)",
         openapi_extra=documented(NewSandbox),
-        responses=errors(400, 404, 413, 429, 501, 503, 504, 507) | timing,
+        responses=errors(400, 404, 413, 429, 501, 503, 504, 507) | launched,
     )
     async def create_v1(
         response: Response, body: Annotated[NewSandbox, Depends(bodies.required(NewSandbox))]
     ) -> Sandbox:
         spec = create.spec(body, default_timeout=create.DEFAULT_TIMEOUT_V1, limits=limits)
         sandbox = await sandboxes.create(spec)
-        response.headers["Server-Timing"] = answers.server_timing(sandbox)
+        timing.note_launch(response, sandbox)
         return answers.sandbox(sandbox, domain)
 
     @routes.get(

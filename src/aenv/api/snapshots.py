@@ -4,7 +4,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query, Response
 
-from aenv.api import answers, listing
+from aenv.api import answers, listing, timing
 from aenv.api.body import Bodies, documented
 from aenv.api.openapi import errors, headers
 from aenv.api.paths import SandboxId, Segment
@@ -28,12 +28,16 @@ def router(sandboxes: Sandboxes, settings: Settings) -> APIRouter:
         status_code=201,
         summary="Take a snapshot; the sandbox goes on",
         openapi_extra=documented(SandboxSnapshotRequest, required=False),
-        responses=errors(400, 404, 409, 413, 503, 504, 507),
+        responses=errors(400, 404, 409, 413, 503, 504, 507) | headers(201, Server_Timing=timing.STOPPED),
     )
     async def take(
-        sandbox_id: SandboxId, body: Annotated[SandboxSnapshotRequest, Depends(bodies.optional(SandboxSnapshotRequest))]
+        sandbox_id: SandboxId,
+        response: Response,
+        body: Annotated[SandboxSnapshotRequest, Depends(bodies.optional(SandboxSnapshotRequest))],
     ) -> SnapshotInfo:
-        return _info(await sandboxes.snapshot(sandbox_id, body.name, memory=body.memory is not False))
+        snapshot = await sandboxes.snapshot(sandbox_id, body.name, memory=body.memory is not False)
+        timing.note_stop(response, sandboxes, sandbox_id)
+        return _info(snapshot)
 
     @routes.get(
         "/snapshots",
@@ -68,12 +72,16 @@ def router(sandboxes: Sandboxes, settings: Settings) -> APIRouter:
         "/sandboxes/{sandbox_id}/rollback",
         summary="Put it back to one of its own snapshots, in place (not of E2B)",
         openapi_extra=documented(SandboxRollbackRequest),
-        responses=errors(400, 404, 409, 413, 503, 504, 507),
+        responses=errors(400, 404, 409, 413, 503, 504, 507) | headers(200, Server_Timing=timing.LAUNCH),
     )
     async def rollback(
-        sandbox_id: SandboxId, body: Annotated[SandboxRollbackRequest, Depends(bodies.required(SandboxRollbackRequest))]
+        sandbox_id: SandboxId,
+        response: Response,
+        body: Annotated[SandboxRollbackRequest, Depends(bodies.required(SandboxRollbackRequest))],
     ) -> Sandbox:
-        return answers.sandbox(await sandboxes.rollback(sandbox_id, body.snapshotID), settings.api.domain)
+        sandbox = await sandboxes.rollback(sandbox_id, body.snapshotID)
+        timing.note_launch(response, sandbox)
+        return answers.sandbox(sandbox, settings.api.domain)
 
     return routes
 

@@ -49,7 +49,7 @@ class Capturer:
             raise
         if thaw:
             await vm.thaw()
-        stopped = time.perf_counter() - frozen_at
+        run.note("stopped", frozen_at)
         try:
             info = await self._vmm.info()
             requires = Requirements(
@@ -73,8 +73,7 @@ class Capturer:
             if not thaw:
                 await going_on(vm)
             raise
-        log.info("capture.taken", run=run.name, stopped_ms=round(stopped * 1000, 1))
-        run.timings["stopped"] = round(stopped * 1000, 3)
+        log.info("capture.taken", run=run.name, stopped_ms=round(run.timings["stopped"], 1))
         return made
 
     async def _take(self, run: Run, vm: Vm, memory: GuestMemory) -> bytes:
@@ -106,11 +105,13 @@ class Capturer:
         except AenvError as error:
             # A guest that does not answer loses what it has not written, as a machine that is switched off.
             log.warning("capture.not_synced", run=run.name, error=error.message)
+        frozen_at = time.perf_counter()
         try:
             await vm.freeze()
             await self._seal(run)
             if thaw:
                 await vm.thaw()
+            run.note("stopped", frozen_at)
             return await to_its_end(
                 making.of_layers, folder, disk=Stack(layers=tuple(run.disk), size=run.disk_size), guest=None
             )

@@ -98,7 +98,7 @@ class Operations:
             folder = self._launcher.directory(record.id) / f"paused-{uuid.uuid4().hex[:12]}"
             made = await self._capture(record, run, folder, memory=keep, thaw=False)
             rest = Rest(folder=folder.name, mode="full" if keep else "filesystem", boot_id=host_boot_id())
-            runner.record = replace(runner.record, run=None, rest=rest)
+            runner.record = replace(runner.record, run=None, rest=rest, timings=dict(run.timings))
             runner.later(self.make_durable(runner, made))
             return Paused()
 
@@ -135,10 +135,11 @@ class Operations:
             if record.rest is not None:
                 kept = await asyncio.to_thread(read, self._launcher.directory(record.id) / record.rest.folder)
                 await to_its_end(making.copy if memory else making.disk_only, kept, folder)
+                runner.record = replace(runner.record, timings={})  # nothing was stopped
             else:
                 run = _running(runner)
                 await self._capture(record, run, folder, memory=memory, thaw=True)
-                runner.record = replace(runner.record, run=run.record())
+                runner.record = replace(runner.record, run=run.record(), timings=dict(run.timings))
                 runner.later(self._shorten(runner, run))
             return Captured()
 

@@ -50,7 +50,11 @@ class Run:
         try:
             yield
         finally:
-            self.timings[step] = round((time.perf_counter() - began) * 1000, 3)
+            self.note(step, began)
+
+    def note(self, step: str, began: float) -> None:
+        """Note how long a step has taken since `began` (time.perf_counter)."""
+        self.timings[step] = round((time.perf_counter() - began) * 1000, 3)
 
     def begin_with(self, checkpoint: Checkpoint, *, memory: bool) -> None:
         """Make its folder, with links to the layers of `checkpoint`. System calls only. Raises OSError."""
