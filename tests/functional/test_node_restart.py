@@ -89,7 +89,8 @@ async def test_every_row_that_a_killed_server_can_leave_is_ended_with_a_reason(
         (record,) = await store.live()
         changed: Record = replace(record, life=replay(log))
         if rebooted:
-            changed = replace(changed, boot_id="another")
+            assert record.run is not None
+            changed = replace(changed, run=replace(record.run, boot_id="another"))
         await store.save(changed)
     await node.start()
     if position == "running" and not rebooted:
@@ -120,7 +121,7 @@ async def test_a_retried_create_after_the_server_died_in_the_middle_makes_one_sa
     await node.stop()
     async with rows(node) as store:
         (record,) = await store.live()
-        await store.save(replace(record, life=replay([CreateRequested()]), slot=None, vm=None))
+        await store.save(replace(record, life=replay([CreateRequested()]), run=None))
     await node.start()
     await until(lambda: node.leftovers() == NOTHING)
     answer = await node.http.post("/v2/sandboxes", **request)  # type: ignore[arg-type]

@@ -25,7 +25,7 @@ RECORD = Record(
         id="tbase", build_id="b", names=("base",), cpu_count=1, memory_mb=128, disk_mb=1, created_at=NOW,
         envd_version="0", env={}, user="user", workdir="/",
     ),
-    generation="g", started_at=NOW, end_at=NOW, boot_id="boot", life=replay([CreateRequested()]),
+    generation="g", started_at=NOW, end_at=NOW, life=replay([CreateRequested()]),
 )  # fmt: skip
 LINE = LoggedEvent("2026-01-01T00:00:00+00:00", "CreateRequested", "", "new/creating")
 

@@ -14,14 +14,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeVar
 
+import structlog
+
 from aenv.errors import ConfigError, InfrastructureError, InsufficientStorage
 from aenv.orchestrator.record import Record, from_json, to_json
 
 T = TypeVar("T")
+log = structlog.get_logger(__name__)
 
 MOST_UNLOGGED = 100
 """Lines of one sandbox that are kept while they cannot be written."""
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 SCHEMA = """
 CREATE TABLE sandboxes (id TEXT PRIMARY KEY, stable TEXT NOT NULL, ended_at TEXT, document TEXT NOT NULL) STRICT;
 CREATE INDEX sandboxes_by_end ON sandboxes (ended_at);
@@ -78,6 +81,11 @@ class Store:
         # NORMAL in WAL mode survives the death of the process at any instant; a crash of the host ends every sandbox.
         db.executescript("PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL; PRAGMA foreign_keys=ON;")
         (version,) = db.execute("PRAGMA user_version").fetchone()
+        if 0 < version < SCHEMA_VERSION:
+            # Before 2, sandboxes could neither pause nor be launched again: what runs of them is swept, and told here.
+            log.warning("store.outdated", path=str(self._path), version=version, lost=_count(db))
+            db.executescript("BEGIN; DROP TABLE sandboxes; DROP TABLE events; DROP TABLE idempotency; COMMIT;")
+            version = 0
         if version == 0:
             db.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
         elif version != SCHEMA_VERSION:
@@ -212,3 +220,9 @@ class Store:
         """Finish the writes under way and close."""
         await asyncio.get_running_loop().run_in_executor(self._thread, self._db.close)
         self._thread.shutdown()
+
+
+def _count(db: sqlite3.Connection) -> int:
+    """Sandboxes that have not ended."""
+    (count,) = db.execute("SELECT count(*) FROM sandboxes WHERE ended_at IS NULL").fetchone()
+    return int(count)
