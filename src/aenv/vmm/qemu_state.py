@@ -16,7 +16,9 @@ def write_state(pid: int, state: bytes) -> None:
     if len(state) > STATE_BYTES:
         raise VmmError(f"a device state of {len(state)} bytes is no VMM's: at most {STATE_BYTES} are taken")
     try:
-        _state_file(pid).write_bytes(state)
+        with _state_file(pid).open("r+b") as file:  # it is there: nothing is ever made in a root
+            file.truncate(0)
+            file.write(state)
     except OSError as error:
         raise VmmError(f"the device state cannot be handed to the VMM: {error}") from error
 
