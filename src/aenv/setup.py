@@ -25,7 +25,7 @@ async def setup(settings: Settings, progress: Callable[[str], None]) -> Template
         bundle = await provision(settings.home, _envd(settings), progress)
         store = TemplateStore(settings.templates_dir)
         await asyncio.to_thread(store.sweep)
-        return await ensure_base(settings, store, bundle.envd_version, progress)
+        return await ensure_base(settings, store, bundle, progress)
 
 
 def _envd(settings: Settings) -> Path:

@@ -5,16 +5,18 @@ import hashlib
 import shutil
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
 from aenv.config import Settings
 from aenv.errors import ImageError, NotFound
+from aenv.guest.provision import GuestBundle
 from aenv.images.protocol import Stack
 from aenv.images.rootfs.build import build_base_rootfs
 from aenv.images.store import import_layer
-from aenv.snapshots.checkpoint import read
+from aenv.snapshots.checkpoint import Checkpoint, read
 from aenv.snapshots.making import of_layers
 from aenv.templates.models import Template
 from aenv.templates.store import CHECKPOINT, TemplateStore
@@ -28,15 +30,17 @@ _EARLIER = ("rootfs.ext4", "overlay.qcow2", "layers.json")
 
 
 async def ensure_base(
-    settings: Settings, store: TemplateStore, envd_version: str, progress: Callable[[str], None]
+    settings: Settings, store: TemplateStore, bundle: GuestBundle, progress: Callable[[str], None]
 ) -> Template:
     """The `base` template of the present settings and package sources; built only if there is none yet.
 
-    The root file system is made in the cache and imported as a layer, which is the disk of the template's checkpoint;
-    the server adds memory to it. Raises ProvisionError, InsufficientStorage, ImageError.
+    The root file system is made in the cache and imported as a layer, which is the disk of the template's checkpoint.
+    The server adds memory to it; what it added with another guest `bundle` than the present one is taken off again.
+    Raises ProvisionError, InsufficientStorage, ImageError.
     """
     resources, rootfs = settings.templates, rootfs_of(settings)
     manifest = await build_base_rootfs(rootfs, resources.disk_mb, progress)
+    envd_version = bundle.envd_version
     identity = f"{manifest.digest} {resources.cpu_count} {resources.memory_mb} {resources.disk_mb} {envd_version}"
     digest = hashlib.sha256(identity.encode()).digest()
     template = Template(
@@ -52,21 +56,23 @@ async def ensure_base(
         user=USER,
         workdir=WORKDIR,
     )
-    if any(known.id == template.id for known in store.list()):
-        if not await asyncio.to_thread(_is_whole, store, template.id):
-            await _bake(settings, store, template, rootfs, progress)
-        for name in _EARLIER:
-            (store.path(template.id) / name).unlink(missing_ok=True)
-        progress(f"Template {NAME} is up to date")
-        return store.resolve(template.id)
-    staging = await asyncio.to_thread(store.stage)
-    try:
-        await _import(settings, rootfs, staging / CHECKPOINT, progress)
-        await asyncio.to_thread(store.publish, staging, template)
-    finally:
-        await asyncio.to_thread(shutil.rmtree, staging, ignore_errors=True)
+    known = next((known for known in store.list() if known.id == template.id), None)
+    found = await asyncio.to_thread(_read, store, template.id) if known else None
+    if known is None or found is None or _is_outdated(found, bundle):
+        staging = await asyncio.to_thread(store.stage)
+        try:
+            disk = await _disk(settings, rootfs, found, progress)
+            await asyncio.to_thread(partial(of_layers, staging / CHECKPOINT, disk=disk))
+            if known is None:
+                await asyncio.to_thread(store.publish, staging, template)
+            else:
+                await asyncio.to_thread(store.bake, template.id, staging / CHECKPOINT)
+        finally:
+            await asyncio.to_thread(shutil.rmtree, staging, ignore_errors=True)
+    for name in _EARLIER:
+        (store.path(template.id) / name).unlink(missing_ok=True)
     progress(f"Template {NAME} is {template.id}")
-    return template
+    return known or template
 
 
 def rootfs_of(settings: Settings) -> Path:
@@ -74,29 +80,23 @@ def rootfs_of(settings: Settings) -> Path:
     return settings.home / "cache" / "rootfs" / f"{NAME}-{settings.templates.disk_mb}.ext4"
 
 
-async def _import(settings: Settings, rootfs: Path, folder: Path, progress: Callable[[str], None]) -> None:
-    """Make a checkpoint of the root file system in `folder`."""
+def _read(store: TemplateStore, template_id: str) -> Checkpoint | None:
+    """What the template has; None if that is damaged, or if an earlier version made it."""
+    try:
+        return read(store.checkpoint(template_id))
+    except (NotFound, ImageError):
+        return None
+
+
+def _is_outdated(found: Checkpoint, bundle: GuestBundle) -> bool:
+    memory = found.manifest.memory
+    return memory is not None and memory.requires.kernel != bundle.digest
+
+
+async def _disk(settings: Settings, rootfs: Path, found: Checkpoint | None, progress: Callable[[str], None]) -> Stack:
+    """The disk as it was before a guest booted from it."""
+    if found is not None:
+        return replace(found.disk, layers=found.disk.layers[:1])
     progress(f"Making the disk of template {NAME}")
     layer = await import_layer(settings, rootfs)
-    disk = Stack(layers=(layer,), size=settings.templates.disk_mb << 20)
-    await asyncio.to_thread(partial(of_layers, folder, disk=disk))
-
-
-async def _bake(
-    settings: Settings, store: TemplateStore, template: Template, rootfs: Path, progress: Callable[[str], None]
-) -> None:
-    """Give a template that is damaged, or was made by an earlier version, its checkpoint."""
-    staging = await asyncio.to_thread(store.stage)
-    try:
-        await _import(settings, rootfs, staging / CHECKPOINT, progress)
-        await asyncio.to_thread(store.bake, template.id, staging / CHECKPOINT)
-    finally:
-        await asyncio.to_thread(shutil.rmtree, staging, ignore_errors=True)
-
-
-def _is_whole(store: TemplateStore, template_id: str) -> bool:
-    try:
-        read(store.checkpoint(template_id))
-    except (NotFound, ImageError):
-        return False
-    return True
+    return Stack(layers=(layer,), size=settings.templates.disk_mb << 20)
