@@ -51,14 +51,14 @@ async def test_delete_leaves_nothing_and_says_so_afterwards(node: Node) -> None:
 
 async def test_a_ttl_ends_the_sandbox_on_time_and_gives_the_reason(node: Node) -> None:
     began = time.monotonic()
-    sandbox_id = (await node.create(timeout=1))["sandboxID"]
+    sandbox_id = (await node.create(timeout=1, autoPause=False))["sandboxID"]
     await until(lambda: node.leftovers() == NOTHING)
     assert 0.9 <= time.monotonic() - began <= 2.5
     assert "reason timeout" in (await node.http.get(f"/sandboxes/{sandbox_id}")).json()["message"]
 
 
 async def test_a_timeout_can_be_shortened_and_lengthened_and_connect_never_shortens(node: Node) -> None:
-    sandbox_id = (await node.create(timeout=60))["sandboxID"]
+    sandbox_id = (await node.create(timeout=60, autoPause=False))["sandboxID"]
     path = f"/sandboxes/{sandbox_id}"
     end = (await node.http.get(path)).json()["endAt"]
     assert (await node.http.post(f"/v2{path}/connect", json={"timeout": 5})).status_code == 200
@@ -249,7 +249,7 @@ async def test_a_folder_that_cannot_be_removed_is_said_and_removed_at_the_next_s
             raise OSError(errno.EIO, "Input/output error")
         real(path, *args, **kwargs)
 
-    monkeypatch.setattr(runner, "TEAR_DOWN_RETRIES", (0.01, 0.01))
+    monkeypatch.setattr(runner, "RELEASE_RETRIES", (0.01, 0.01))
     monkeypatch.setattr(os, "rmdir", refuse)
     assert (await node.http.delete(f"/sandboxes/{sandbox_id}")).status_code == 204
     assert tries == 3

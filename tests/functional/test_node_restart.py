@@ -44,7 +44,7 @@ async def test_running_sandboxes_live_through_a_restart(node: Node) -> None:
 
 
 async def test_a_ttl_that_passed_while_the_server_was_down_is_enforced_at_the_start(node: Node) -> None:
-    sandbox_id = (await node.create(timeout=1))["sandboxID"]
+    sandbox_id = (await node.create(timeout=1, autoPause=False))["sandboxID"]
     await node.stop()
     await asyncio.sleep(1.1)  # the TTL is a matter of the clock: there is nothing to wait for
     await node.start()

@@ -79,7 +79,7 @@ class Launcher:
         the caller releases.
         """
         if boot or source.manifest.memory is None:
-            async with self._in_time():
+            async with self.in_time():
                 disk = await self._make_disk(run, egress, source, memory=False)
                 async with self._booting:
                     await self._boot(run, template, disk)
@@ -93,7 +93,7 @@ class Launcher:
         assert source.manifest.memory is not None
         assert source.memory is not None
         await self._check(source.manifest.memory.requires)
-        async with self._in_time():
+        async with self.in_time():
             disk = await self._make_disk(run, egress, source, memory=True)
             assert run.image is not None
             with run.timed("memory"):
@@ -105,7 +105,7 @@ class Launcher:
     async def go_on(self, run: Run, source: Checkpoint) -> None:
         """Have the guest of `source` go on in a run that is prepared for it. Raises an InfrastructureError."""
         assert run.vm is not None
-        async with self._in_time():
+        async with self.in_time():
             with run.timed("load"):
                 await run.vm.load(await asyncio.to_thread(source.state))
                 await run.vm.thaw()
@@ -123,8 +123,8 @@ class Launcher:
         await self._network.apply(run.slot, egress)
 
     @asynccontextmanager
-    async def _in_time(self) -> AsyncIterator[None]:
-        """The deadline of a step of a launch."""
+    async def in_time(self) -> AsyncIterator[None]:
+        """The deadline of a launch, or of a step of it. Raises Unavailable."""
         deadline = self._settings.orchestrator.create_deadline
         try:
             async with asyncio.timeout(deadline):

@@ -204,7 +204,8 @@ class Operations:
         """
         template, egress = record.template, record.spec.egress
         if (source := await self._baked(template.id, any_kernel=template.source is not None)) is None:
-            async with self._baking[template.id]:
+            # Whoever waits for another's boot does so within its own time.
+            async with self._launcher.in_time(), self._baking[template.id]:
                 if (source := await self._baked(template.id, any_kernel=False)) is None:
                     cold = await asyncio.to_thread(read, self._templates.checkpoint(template.id))
                     await self._launcher.start(run, template, egress, cold, boot=True)

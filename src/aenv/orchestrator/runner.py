@@ -315,34 +315,35 @@ class Runner:
             self._watch = None
 
     async def _release(self, run: Run) -> str | None:
-        """Release a run, in several tries if need be; None, or why it could not be."""
         await self.settle_writes()
-        for pause in (*RELEASE_RETRIES, None):
-            try:
-                await self._launcher.release(run)
-                return None
-            except Exception as error:
-                log.warning("sandbox.release_failed", run=run.name, error=repr(error), again_in=pause)
-                if pause is None:
-                    return error.message if isinstance(error, AenvError) else repr(error)
-                await asyncio.sleep(pause)
-        return None
+        return await self._in_tries(run.name, lambda: self._launcher.release(run))
 
     async def _tear_down(self) -> None:
         if self._working is not None:
             await asyncio.wait((self._working,))
         self._stop_watching()
-        await self.settle_writes()
-        problems = [await self._release(self.run)] if self.run is not None else []
-        self.run = None
+        run, self.run = self.run, None
+        problems = [await self._release(run)] if run is not None else []
         if releases := [*self._releases]:
             problems += await asyncio.gather(*releases)
-        try:
-            await to_its_end(remove_folder, self._launcher.directory(self.record.id))
-        except InfrastructureError as error:
-            problems.append(error.message)
+        await self.settle_writes()
+        folder = self._launcher.directory(self.record.id)
+        problems.append(await self._in_tries(folder.name, lambda: to_its_end(remove_folder, folder)))
         why = "; ".join(problem for problem in problems if problem)
         self.post(TornDown(f"not everything could be released: {why}; the next start tries again" if why else ""))
+
+    async def _in_tries(self, what: str, release: Callable[[], Awaitable[None]]) -> str | None:
+        """Release something, in several tries if need be; None, or why it could not be."""
+        for pause in (*RELEASE_RETRIES, None):
+            try:
+                await release()
+                return None
+            except Exception as error:
+                log.warning("sandbox.release_failed", what=what, error=repr(error), again_in=pause)
+                if pause is None:
+                    return error.message if isinstance(error, AenvError) else repr(error)
+                await asyncio.sleep(pause)
+        return None
 
     async def settle_writes(self) -> None:
         """Nothing is made or released before the row that explains it is written (or known not to be writable)."""
