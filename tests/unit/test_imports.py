@@ -25,12 +25,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "templates": LEAVES | {"guest", "images", "snapshots"},
     "orchestrator": LEAVES | {"lifecycle", "guest", "images", "network", "vmm", "templates", "snapshots"},
     "proxy": LEAVES | {"orchestrator"},
-    "api": LEAVES | {"orchestrator", "templates", "network"},
+    "api": LEAVES | {"orchestrator", "templates", "network", "guest"},
     "setup": LEAVES | {"guest", "images", "templates"},
     "doctor": LEAVES | {"guest", "images", "network", "vmm", "templates"},
     "server": LEAVES
     | {"api", "proxy", "orchestrator", "templates", "images", "network", "vmm", "guest", "observability"},
-    "cli": LEAVES | {"guest", "images", "templates", "observability", "setup", "doctor", "server"},
+    "cli": LEAVES | {"guest", "images", "snapshots", "templates", "observability", "setup", "doctor", "server"},
 }
 CLIENT = {"aenv", "httpx", "rich", "typer"}
 """What the base install brings: pure Python."""
