@@ -383,3 +383,14 @@ async def test_a_greeting_in_pieces_is_answered_too(envd: Envd) -> None:
         await envd.wait_healthy()
     assert (await reader.read()).startswith(b"HTTP/1.1 204 ")
     writer.close()
+
+
+async def test_sync_is_the_hosts_and_wants_the_token(envd: Envd) -> None:
+    assert (await envd.http.post("/sync")).status_code == 204
+    assert (await envd.http.post("/sync", json={"flush": True})).status_code == 204
+    for wrong in (b"{", b"[1]", b'{"flush": "yes"}', b" " * 5000):
+        assert (await envd.http.post("/sync", content=wrong)).status_code in (400, 413), wrong
+    assert (await envd.http.get("/sync")).status_code == 405
+    await init(envd, accessToken="t")
+    assert (await envd.http.post("/sync")).status_code == 401
+    assert (await envd.http.post("/sync", headers={"x-access-token": "t"})).status_code == 204

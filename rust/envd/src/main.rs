@@ -1,10 +1,12 @@
 //! The `envd` binary: init and daemon in a guest, an ordinary process with `--port` and `--host` anywhere else.
 
+use std::convert::Infallible;
 use std::net::TcpListener;
 use std::process::ExitCode;
 use std::sync::Arc;
 
 use envd::{init, log, memory, server, state::State};
+use tokio::task::JoinSet;
 
 const USAGE: &str = "usage: envd [--host ADDRESS] [--port PORT] [--user NAME] | --version";
 
@@ -63,7 +65,7 @@ fn main() -> ExitCode {
 }
 
 /// In a guest, keeps what its programs write to the files we hold in memory.
-async fn keep_edits(state: &State) -> std::convert::Infallible {
+async fn keep_edits(state: Arc<State>) -> Infallible {
     if let Some(machine) = &state.machine {
         let Err(error) = machine.names.keep_edits().await;
         log!("edits of /etc/hosts are not kept: {error}");
@@ -84,13 +86,18 @@ fn serve(host: &str, port: u16, state: Arc<State>) -> std::io::Result<()> {
         let listener = TcpListener::bind((host, port))?;
         listener.set_nonblocking(true)?;
         log!("version {} serves {}", envd::VERSION, listener.local_addr()?);
+        // Each a task of its own: what wakes one does not have to go through the others.
+        let mut tasks = JoinSet::new();
         let (reaper, guest) = (state.processes.reaper.clone(), state.clone());
-        tokio::select! {
-            ended = reaper.run() => ended.map(|never| match never {}),
-            never = keep_edits(&guest) => match never {},
-            ended = server::serve(listener, state) => ended.map(|never| match never {}),
-            _ = terminate.recv() => Ok(()),
-            _ = interrupt.recv() => Ok(()),
+        tasks.spawn(async { reaper.run().await.map(|never| match never {}) });
+        tasks.spawn(async { match keep_edits(guest).await {} });
+        tasks.spawn(async { server::serve(listener, state).await.map(|never| match never {}) });
+        tasks.spawn(async move { terminate.recv().await.map_or(Ok(()), Ok) });
+        tasks.spawn(async move { interrupt.recv().await.map_or(Ok(()), Ok) });
+        match tasks.join_next().await {
+            Some(Err(panic)) => Err(panic.into()),
+            Some(Ok(outcome)) => outcome,
+            None => Ok(()),
         }
     });
     // Blocking work that hangs (a dead mount) must not hold up the end.

@@ -1,6 +1,7 @@
 //! What the host has told this sandbox about itself, shared by every handler.
 
 use std::collections::BTreeMap;
+use std::net::IpAddr;
 use std::sync::{Arc, PoisonError, RwLock};
 
 use hyper::header::HeaderMap;
@@ -73,6 +74,11 @@ impl State {
             epoch: watch::Sender::new(0),
             settings: RwLock::new(settings),
         }
+    }
+
+    /// Whether a peer is the host. Outside a guest there is nobody to keep out.
+    pub fn is_host(&self, peer: IpAddr) -> bool {
+        self.machine.as_ref().is_none_or(|machine| peer == machine.host)
     }
 
     /// Looks at the settings as they are now.

@@ -18,6 +18,7 @@ use std::sync::Arc;
 
 use crate::log;
 use crate::machine::{names, Machine};
+use crate::server;
 use crate::state::State;
 use cmdline::Parameters;
 
@@ -29,7 +30,7 @@ const PORT: u16 = 49983;
 const DEFAULT_USER: &str = "user";
 
 /// Kernel settings, each with its reason. One that this kernel does not have is skipped.
-const SYSCTLS: [(&str, &str); 8] = [
+const SYSCTLS: [(&str, &str); 10] = [
     // Warnings and worse on the console: it is the host's log of the sandbox.
     ("kernel/printk", "4 4 1 7"),
     // Development servers and editors watch whole trees.
@@ -44,12 +45,17 @@ const SYSCTLS: [(&str, &str); 8] = [
     ("net/ipv6/conf/eth0/disable_ipv6", "1"),
     // Snapshots count changed pages; write-back soon after a change keeps disk and memory close.
     ("vm/dirty_expire_centisecs", "1000"),
+    // Work that comes round by itself makes idle guests busy and their memory differ: statistics may lag by a megabyte, and
+    // memory is compacted when that is needed.
+    ("vm/stat_interval", "60"),
+    ("vm/compaction_proactiveness", "0"),
 ];
 
 /// Boots, serves with `serve`, and powers off when it returns.
 pub fn run(serve: impl FnOnce(&str, u16, Arc<State>) -> io::Result<()>) -> ! {
-    let outcome = boot().map_err(|error| format!("cannot boot: {error}")).and_then(|machine| {
+    let outcome = boot().map_err(|error| format!("cannot boot: {error}")).and_then(|(machine, hostname)| {
         let state = Arc::new(State::new(Some(machine), DEFAULT_USER, limits::GUEST));
+        server::rehearse(&state, &hostname);
         serve(LISTEN_ON, PORT, state).map_err(|error| format!("cannot serve: {error}"))
     });
     match outcome {
@@ -78,7 +84,8 @@ impl<T, E: Into<io::Error>> Context<T> for Result<T, E> {
     }
 }
 
-fn boot() -> Result<Machine, BootError> {
+/// The machine, and the name it is to have.
+fn boot() -> Result<(Machine, String), BootError> {
     mounts::early()?;
     power::handle_ctrl_alt_del();
     let parameters = Parameters::read();
@@ -92,13 +99,15 @@ fn boot() -> Result<Machine, BootError> {
         // A kernel without the setting has nothing to set.
         let _ = fs::write(Path::new("/proc/sys").join(name), value);
     }
-    let machine = Machine::open().context(|| "opening what a launch changes".into())?;
+    let machine = Machine::open(parameters.gateway).context(|| "opening what a launch changes".into())?;
     // A sandbox without a name or a network is still one a host can look into, on the console at least.
-    report("hostname", machine.names.set_hostname(&parameters.hostname));
+    // Write-back of a virtual disk is the host's business; throttling it here takes timers.
+    let disk = parameters.root.trim_start_matches("/dev/");
+    let _ = fs::write(format!("/sys/block/{disk}/queue/wbt_lat_usec"), "0");
     report("resolver", names::set_resolver(parameters.dns));
     report("network", network::configure(&parameters));
     log!("root {} on {}, {} via {}", parameters.root, parameters.hostname, parameters.address, parameters.gateway);
-    Ok(machine)
+    Ok((machine, parameters.hostname))
 }
 
 fn report(what: &str, outcome: Result<(), impl std::fmt::Display>) {

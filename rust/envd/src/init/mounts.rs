@@ -51,7 +51,7 @@ pub fn open_standard_streams() {
 pub fn userland() -> Result<(), BootError> {
     let nothing = MsFlags::MS_NOSUID | MsFlags::MS_NODEV;
     let quiet = nothing | MsFlags::MS_NOEXEC;
-    mount_at("tmpfs", "/run", "tmpfs", nothing, "mode=0755,size=20%")?;
+    mount_at("tmpfs", "/run", "tmpfs", nothing | MsFlags::MS_NOATIME, "mode=0755,size=20%")?;
     for (source, target, kind, flags, data) in [
         // gid 5 is tty everywhere.
         ("devpts", "/dev/pts", "devpts", MsFlags::MS_NOSUID | MsFlags::MS_NOEXEC, "gid=5,mode=0620,ptmxmode=0666"),

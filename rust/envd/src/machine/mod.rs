@@ -11,8 +11,10 @@ pub mod ports;
 
 use std::fs::File;
 use std::io::{self, Write};
+use std::net::Ipv4Addr;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
+use std::sync::{Mutex, PoisonError};
 
 /// Where programs in the guest can see that they are a new copy.
 pub const GENERATION: &str = "/run/aenv/generation";
@@ -20,13 +22,15 @@ pub const GENERATION: &str = "/run/aenv/generation";
 /// The guest this process is the init of, ready to become another one.
 #[derive(Debug)]
 pub struct Machine {
+    /// What the host's requests come from: the gateway of our network.
+    pub host: Ipv4Addr,
     /// The kernel's random numbers.
     pub entropy: entropy::Pool,
     /// The local ports of connections.
     pub ports: ports::Range,
     /// Hostname, /etc/hostname and /etc/hosts.
     pub names: names::Names,
-    generation: File,
+    generation: InPlace,
 }
 
 impl Machine {
@@ -34,12 +38,13 @@ impl Machine {
     ///
     /// # Errors
     /// Those of opening and creating the files.
-    pub fn open() -> io::Result<Self> {
+    pub fn open(host: Ipv4Addr) -> io::Result<Self> {
         Ok(Self {
+            host,
             entropy: entropy::Pool::open()?,
             ports: ports::Range::open()?,
             names: names::Names::open()?,
-            generation: in_place(Path::new(GENERATION), 0o644)?,
+            generation: InPlace::open(Path::new(GENERATION))?,
         })
     }
 
@@ -48,24 +53,59 @@ impl Machine {
     /// # Errors
     /// Those of writing.
     pub fn set_generation(&self, generation: &str) -> io::Result<()> {
-        overwrite(&self.generation, generation.as_bytes())
+        self.generation.write(generation.as_bytes())
     }
 }
 
-/// A file to be written in place, created when there is none.
-fn in_place(path: &Path, mode: u32) -> io::Result<File> {
-    File::options().read(true).write(true).create(true).truncate(false).mode(mode).open(path)
+/// A small file that is written in place, with one call where the length stays: names and generations are all as long as each
+/// other, so nobody sees an empty or a longer file.
+#[derive(Debug)]
+struct InPlace {
+    file: File,
+    /// As we know it.
+    length: Mutex<u64>,
 }
 
-/// Makes `content` all a small file holds, with one write where the length stays: names and generations are all as long as
-/// each other, so nobody sees an empty or a longer file.
-fn overwrite(file: &File, content: &[u8]) -> io::Result<()> {
-    file.write_all_at(content, 0)?;
-    let length = content.len() as u64;
-    if file.metadata()?.len() != length {
-        file.set_len(length)?;
+impl InPlace {
+    /// Opens the file, or creates it empty.
+    fn open(path: &Path) -> io::Result<Self> {
+        let file = File::options().read(true).write(true).create(true).truncate(false).mode(0o644).open(path)?;
+        let length = Mutex::new(file.metadata()?.len());
+        Ok(Self { file, length })
     }
-    Ok(())
+
+    /// Makes `content` all the file holds.
+    fn write(&self, content: &[u8]) -> io::Result<()> {
+        let mut length = self.length.lock().unwrap_or_else(PoisonError::into_inner);
+        self.file.write_all_at(content, 0)?;
+        let wanted = content.len() as u64;
+        if *length != wanted {
+            self.file.set_len(wanted)?;
+            *length = wanted;
+        }
+        Ok(())
+    }
+
+    /// All it holds, or `None` when that is more than `limit` bytes.
+    fn read(&self, limit: usize) -> io::Result<Option<Vec<u8>>> {
+        let mut bytes = vec![0; 4096];
+        let mut filled = 0;
+        loop {
+            let read = self.file.read_at(&mut bytes[filled..], filled as u64)?;
+            filled += read;
+            if filled > limit {
+                return Ok(None);
+            }
+            if read == 0 {
+                bytes.truncate(filled);
+                *self.length.lock().unwrap_or_else(PoisonError::into_inner) = filled as u64;
+                return Ok(Some(bytes));
+            }
+            if filled == bytes.len() {
+                bytes.resize(filled * 2, 0);
+            }
+        }
+    }
 }
 
 /// Replaces a file so that readers see the old or the new content, never a part. A symlink at `path` is replaced, not followed.
@@ -93,13 +133,19 @@ mod tests {
     fn overwriting_leaves_nothing_of_a_longer_content() {
         let dir = tempfile::tempdir().expect("directory");
         let path = dir.path().join("file");
-        let file = in_place(&path, 0o644).expect("created");
+        let file = InPlace::open(&path).expect("created");
         for content in ["g-0001", "g-0002", "longer than that", "", "x"] {
-            overwrite(&file, content.as_bytes()).expect("written");
+            file.write(content.as_bytes()).expect("written");
             assert_eq!(std::fs::read_to_string(&path).expect("read"), content);
         }
-        assert_eq!(std::fs::read_to_string(&path).expect("read"), "x");
-        assert_eq!(in_place(&path, 0o644).expect("opened").metadata().expect("metadata").len(), 1);
+        let again = InPlace::open(&path).expect("opened");
+        assert_eq!(again.read(9).expect("read").as_deref(), Some(&b"x"[..]));
+        // What others have made of it counts once it is read.
+        std::fs::write(&path, "y".repeat(5000)).expect("write");
+        assert_eq!(again.read(4096).expect("read"), None);
+        assert_eq!(again.read(9000).expect("read").map(|bytes| bytes.len()), Some(5000));
+        again.write(b"z").expect("written");
+        assert_eq!(std::fs::read_to_string(&path).expect("read"), "z");
     }
 
     #[test]

@@ -4,15 +4,15 @@
 //! write to the disk would cost it milliseconds and blocks. What programs in the guest write to /etc/hosts goes to the disk as
 //! well, so that it is there after a reboot. As in containers, neither can be renamed over, only written.
 
-use std::fs::{self, File};
-use std::io::{self, Read, Seek};
+use std::fs;
+use std::io;
 use std::net::IpAddr;
 use std::path::Path;
 
 use nix::mount::{mount, MsFlags};
 use rustix::fs::inotify::{self, CreateFlags, WatchFlags};
 
-use super::{in_place, overwrite, replace_file};
+use super::{replace_file, InPlace};
 use crate::log;
 use crate::process::fd::AsyncFile;
 
@@ -23,7 +23,7 @@ const HOSTNAME_IN_MEMORY: &str = "/run/aenv/hostname";
 const HOSTS_IN_MEMORY: &str = "/run/aenv/hosts";
 
 /// A longer /etc/hosts, the guest's doing, stays as it is.
-const MAX_HOSTS: u64 = 4 << 20;
+const MAX_HOSTS: usize = 4 << 20;
 
 /// The line of /etc/hosts that is ours, as Debian uses it for a machine's own name.
 const OWN_ADDRESS: &str = "127.0.1.1";
@@ -37,10 +37,10 @@ pub fn is_hostname(name: &str) -> bool {
 /// The files that name the machine.
 #[derive(Debug)]
 pub struct Names {
-    hostname: File,
-    hosts: File,
+    hostname: InPlace,
+    hosts: InPlace,
     /// What lies under the mount of `hosts`.
-    hosts_on_disk: File,
+    hosts_on_disk: InPlace,
 }
 
 impl Names {
@@ -49,11 +49,11 @@ impl Names {
     /// # Errors
     /// Those of creating and mounting the files.
     pub fn open() -> io::Result<Self> {
-        let mut hosts_on_disk = on_disk(HOSTS)?;
+        let hosts_on_disk = on_disk(HOSTS)?;
         on_disk(HOSTNAME)?;
-        let mut hosts = in_place(Path::new(HOSTS_IN_MEMORY), 0o644)?;
-        io::copy(&mut hosts_on_disk, &mut hosts)?;
-        let hostname = in_place(Path::new(HOSTNAME_IN_MEMORY), 0o644)?;
+        let hosts = InPlace::open(Path::new(HOSTS_IN_MEMORY))?;
+        hosts.write(&hosts_on_disk.read(MAX_HOSTS)?.unwrap_or_default())?;
+        let hostname = InPlace::open(Path::new(HOSTNAME_IN_MEMORY))?;
         for (source, target) in [(HOSTNAME_IN_MEMORY, HOSTNAME), (HOSTS_IN_MEMORY, HOSTS)] {
             mount(Some(source), target, None::<&str>, MsFlags::MS_BIND, None::<&str>)?;
         }
@@ -66,13 +66,14 @@ impl Names {
     /// When the kernel refuses the name or a file cannot be written.
     pub fn set_hostname(&self, name: &str) -> io::Result<()> {
         nix::unistd::sethostname(name)?;
-        overwrite(&self.hostname, format!("{name}\n").as_bytes())?;
-        let current = read(&self.hosts)?;
-        let wanted = hosts_with(&current, name);
-        if wanted == current {
+        self.hostname.write(format!("{name}\n").as_bytes())?;
+        let Some(current) = self.hosts.read(MAX_HOSTS)? else { return Ok(()) };
+        // What is no text in it is the guest's own loss.
+        let wanted = hosts_with(&String::from_utf8_lossy(&current), name);
+        if wanted.as_bytes() == current {
             return Ok(());
         }
-        overwrite(&self.hosts, wanted.as_bytes())
+        self.hosts.write(wanted.as_bytes())
     }
 
     /// Takes what others write to /etc/hosts to the disk, for ever.
@@ -86,31 +87,28 @@ impl Names {
         let changes = AsyncFile::new(changes)?;
         loop {
             changes.read(&mut [0; 256]).await?;
-            if let Err(error) = read(&self.hosts).and_then(|hosts| overwrite(&self.hosts_on_disk, hosts.as_bytes())) {
+            if let Err(error) = self.keep_hosts() {
                 log!("cannot keep {HOSTS} on the disk: {error}");
             }
+        }
+    }
+
+    fn keep_hosts(&self) -> io::Result<()> {
+        match self.hosts.read(MAX_HOSTS)? {
+            Some(content) => self.hosts_on_disk.write(&content),
+            None => Err(io::Error::new(io::ErrorKind::FileTooLarge, format!("over {MAX_HOSTS} bytes"))),
         }
     }
 }
 
 /// The file of the image, made a regular one if it is none: a link may lead nowhere, and is nothing to mount over.
-fn on_disk(path: &str) -> io::Result<File> {
+fn on_disk(path: &str) -> io::Result<InPlace> {
     let path = Path::new(path);
     if path.symlink_metadata().is_ok_and(|metadata| !metadata.is_file()) {
         let content = fs::read(path).unwrap_or_default();
         replace_file(path, &content)?;
     }
-    in_place(path, 0o644)
-}
-
-/// The whole file; what is no text in it is the guest's own loss.
-fn read(mut file: &File) -> io::Result<String> {
-    file.rewind()?;
-    let mut bytes = Vec::with_capacity(1024);
-    if file.take(MAX_HOSTS + 1).read_to_end(&mut bytes)? as u64 > MAX_HOSTS {
-        return Err(io::Error::new(io::ErrorKind::FileTooLarge, format!("{HOSTS} is over {MAX_HOSTS} bytes")));
-    }
-    Ok(String::from_utf8_lossy(&bytes).into_owned())
+    InPlace::open(path)
 }
 
 /// Makes `resolver` the only name server.

@@ -1,6 +1,7 @@
 //! `POST /init`: what the host tells a sandbox at creation and after every resume and fork.
 
 use std::collections::BTreeMap;
+use std::io;
 
 use base64::engine::general_purpose::STANDARD;
 use base64::Engine;
@@ -54,17 +55,21 @@ fn present<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<String>,
 pub async fn handle(request: Request, state: &State) -> Result<Response, HttpError> {
     let survivor = request.extensions().get::<Survivor>().cloned().unwrap_or_default();
     let body = read_body(request.into_body(), MAX_BODY).await?;
-    apply(&body, state, || survivor.mark())?;
+    let rest = apply(&body, state)?;
+    if rest.other_guest {
+        survivor.mark();
+    }
+    rest.apply(state);
     Ok(empty(StatusCode::NO_CONTENT))
 }
 
-/// Applies a configuration. Connections of an earlier generation are cut, after `survive` could keep one.
+/// Applies of a configuration what can fail; the rest has to follow before another request is looked at.
 ///
 /// # Errors
 /// 400 for a malformed body, before anything is changed; 500 when the machine refuses a change.
-pub fn apply(body: &[u8], state: &State, survive: impl FnOnce()) -> Result<(), HttpError> {
+pub fn apply(body: &[u8], state: &State) -> Result<Rest, HttpError> {
     let bad = |message: String| HttpError::new(StatusCode::BAD_REQUEST, message);
-    let configuration: Configuration = match body {
+    let mut configuration: Configuration = match body {
         [] => Configuration::default(),
         body => serde_json::from_slice(body).map_err(|error| bad(format!("cannot decode the body: {error}")))?,
     };
@@ -72,11 +77,66 @@ pub fn apply(body: &[u8], state: &State, survive: impl FnOnce()) -> Result<(), H
     if let Some(machine) = &state.machine {
         change.apply(machine).map_err(|message| HttpError::new(StatusCode::INTERNAL_SERVER_ERROR, message))?;
     }
-    if apply_settings(configuration, state) {
-        survive();
-        state.epoch.send_modify(|epoch| *epoch += 1);
+    let ports = change.ports;
+    let non_empty = |text: &String| !text.is_empty();
+    Ok(Rest {
+        ports,
+        hostname: configuration.hostname.take().filter(non_empty),
+        ca_bundle: configuration.ca_bundle.take().filter(non_empty),
+        other_guest: apply_settings(configuration, state),
+    })
+}
+
+/// What of a configuration is not worth a failure: names and certificates are files the guest may have made unwritable, which
+/// is its own loss. Nor is it worth the wait: the host may go on meanwhile.
+#[must_use]
+#[derive(Debug)]
+pub struct Rest {
+    ports: Option<u16>,
+    hostname: Option<String>,
+    ca_bundle: Option<String>,
+    /// Whether connections lead to a host that no longer knows them.
+    other_guest: bool,
+}
+
+impl Rest {
+    /// Applies it.
+    pub fn apply(self, state: &State) {
+        let report = |what: &str, outcome: io::Result<()>| {
+            if let Err(error) = outcome {
+                log!("cannot {what}: {error}");
+            }
+        };
+        if let Some(machine) = &state.machine {
+            if let Some(choice) = self.ports {
+                report("set the range of local ports", machine.ports.shift(choice));
+            }
+            if let Some(name) = &self.hostname {
+                report("set the hostname", machine.names.set_hostname(name));
+            }
+            if let Some(pem) = &self.ca_bundle {
+                report("install the CA bundle", certificates::install(pem));
+            }
+        }
+        if self.other_guest {
+            state.epoch.send_modify(|epoch| *epoch += 1);
+        }
     }
-    Ok(())
+}
+
+/// Names a guest that has just booted, in the way of every later launch: the memory and the pages of files that takes are in
+/// snapshots of this guest then, and none of its successors has to get them.
+pub fn rehearse(state: &State, hostname: &str) {
+    // As long as the host's own.
+    let generation = "0".repeat(32);
+    let body = format!(
+        r#"{{"hostname":"{hostname}","generation":"{generation}","envVars":{{}},"defaultUser":"","defaultWorkdir":""}}"#
+    );
+    match apply(body.as_bytes(), state) {
+        Ok(rest) => rest.apply(state),
+        Err(error) => log!("{error}"),
+    }
+    state.update(|settings| settings.generation = None);
 }
 
 /// Returns whether the guest has become another one.
@@ -104,13 +164,12 @@ fn apply_settings(configuration: Configuration, state: &State) -> bool {
     other
 }
 
-/// The checked part of a configuration that concerns the whole machine.
+/// The checked part of a configuration that concerns the whole machine and has to succeed: what clones must not share.
 struct MachineChange<'a> {
     unix_ns: Option<i128>,
     entropy: Option<Vec<u8>>,
-    hostname: Option<&'a str>,
+    ports: Option<u16>,
     generation: Option<&'a str>,
-    ca_bundle: Option<&'a str>,
 }
 
 impl<'a> MachineChange<'a> {
@@ -122,7 +181,7 @@ impl<'a> MachineChange<'a> {
                 Some(parsed.ok_or_else(|| format!("timestamp '{text}' is not an RFC 3339 time"))?)
             }
         };
-        let entropy = match &configuration.entropy {
+        let mut entropy = match &configuration.entropy {
             None => None,
             Some(text) => Some(STANDARD.decode(text).map_err(|error| format!("entropy is not base64: {error}"))?),
         };
@@ -130,33 +189,24 @@ impl<'a> MachineChange<'a> {
         if let Some(name) = hostname.filter(|name| !names::is_hostname(name)) {
             return Err(format!("hostname '{name}' is not one: use letters, digits and '-', at most 64"));
         }
-        let ca_bundle = configuration.ca_bundle.as_deref().filter(|pem| !pem.is_empty());
-        Ok(Self { unix_ns, entropy, hostname, generation: configuration.generation.as_deref(), ca_bundle })
+        // Two of the bytes choose the ports, which others see; the rest stays between the host and the kernel.
+        let ports = entropy.as_mut().filter(|bytes| bytes.len() > 2).map(|bytes| {
+            let last = bytes.split_off(bytes.len() - 2);
+            u16::from_le_bytes([last[0], last[1]])
+        });
+        Ok(Self { unix_ns, entropy, ports, generation: configuration.generation.as_deref() })
     }
 
-    /// The clock first, because it goes stale while we work. What a clone must not share (clock, randomness, ports, generation)
-    /// has to succeed; names and certificates are files the guest may have made unwritable, which is its own loss.
+    /// The clock first, because it goes stale while we work.
     fn apply(&self, machine: &Machine) -> Result<(), String> {
         if let Some(unix_ns) = self.unix_ns {
             clock::step_to(unix_ns).map_err(|error| format!("cannot set the clock: {error}"))?;
         }
         if let Some(bytes) = &self.entropy {
-            // Two of the bytes choose the ports, which others see; the rest stays between the host and the kernel.
-            let (choice, secret) = bytes.split_first_chunk().unwrap_or((&[0; 2], bytes));
-            machine.entropy.reseed(secret).map_err(|error| format!("cannot reseed the random generator: {error}"))?;
-            machine
-                .ports
-                .shift(u16::from_le_bytes(*choice))
-                .map_err(|error| format!("cannot set the range of local ports: {error}"))?;
+            machine.entropy.reseed(bytes).map_err(|error| format!("cannot reseed the random generator: {error}"))?;
         }
         if let Some(generation) = self.generation {
             machine.set_generation(generation).map_err(|error| format!("cannot write {GENERATION}: {error}"))?;
-        }
-        if let Some(Err(error)) = self.hostname.map(|name| machine.names.set_hostname(name)) {
-            log!("cannot set the hostname: {error}");
-        }
-        if let Some(Err(error)) = self.ca_bundle.map(certificates::install) {
-            log!("cannot install the CA bundle: {error}");
         }
         Ok(())
     }

@@ -7,40 +7,53 @@
 
 use std::io;
 use std::mem::MaybeUninit;
-use std::net::{SocketAddr, TcpStream};
+use std::net::{IpAddr, TcpListener, TcpStream};
 use std::os::fd::AsRawFd;
 
 use nix::errno::Errno;
 
 use super::configure;
 use crate::auth::is_token;
-use crate::http::Peer;
 use crate::state::State;
 
 /// Longest request answered here; environments are rarely longer.
-const MAX_REQUEST: usize = 16 << 10;
+pub const MAX_REQUEST: usize = 16 << 10;
 const MAX_HEADERS: usize = 16;
 const START: &[u8] = b"POST /init HTTP/1.1\r\n";
 const DONE: &[u8] = b"HTTP/1.1 204 No Content\r\nConnection: close\r\n\r\n";
 
-/// Whether the connection has brought nothing but the host's greeting, and has been answered.
-pub fn answered(stream: &TcpStream, remote: SocketAddr, state: &State) -> bool {
-    let mut buffer = [0; MAX_REQUEST];
-    let Ok(length) = peek(stream, &mut buffer) else { return false };
-    let Some((body, token)) = parse(&buffer[..length]) else { return false };
+/// Makes a connection news only when its client has said something: that saves a wake-up, and a greeting is whole by then. A
+/// connection whose client waits comes a second later.
+///
+/// # Errors
+/// Those of `setsockopt(2)`.
+pub fn expect_words(listener: &TcpListener) -> io::Result<()> {
+    let seconds: libc::c_int = 1;
+    let size = size_of_val(&seconds) as libc::socklen_t;
+    let (fd, value) = (listener.as_raw_fd(), std::ptr::from_ref(&seconds).cast());
+    // SAFETY: the option takes an int, which outlives the call.
+    Errno::result(unsafe { libc::setsockopt(fd, libc::IPPROTO_TCP, libc::TCP_DEFER_ACCEPT, value, size) })?;
+    Ok(())
+}
+
+/// Answers the host's greeting. The connection comes back if it has brought anything else.
+pub fn answer(stream: TcpStream, remote: IpAddr, state: &State, buffer: &mut [u8]) -> Option<TcpStream> {
+    let Ok(length) = peek(&stream, buffer) else { return Some(stream) };
+    let Some((body, token)) = parse(&buffer[..length]) else { return Some(stream) };
     let admitted = state.with_settings(|settings| match &settings.access_token {
         Some(expected) => is_token(expected, token),
         None => true,
     });
-    let from_host = state.machine.is_none() || stream.local_addr().is_ok_and(|local| !Peer { remote, local }.is_self());
-    if !admitted || !from_host || configure::apply(body, state, || ()).is_err() {
-        return false;
+    if !admitted || !state.is_host(remote) {
+        return Some(stream);
     }
-    // Closing a connection with unread data would reset it, and the answer with it.
-    discard(stream, length);
+    let Ok(rest) = configure::apply(body, state) else { return Some(stream) };
     // A few bytes on a new connection always fit; a client that has gone does not need them.
-    let _ = send(stream, DONE);
-    true
+    let _ = send(&stream, DONE);
+    rest.apply(state);
+    // Closing a connection with unread data would reset it, and the answer with it.
+    discard(&stream, length);
+    None
 }
 
 /// The body and the token of a whole `POST /init` that ends its connection.

@@ -4,13 +4,15 @@ mod configure;
 mod greeting;
 pub mod metrics;
 mod router;
+mod sync;
 
 use std::convert::Infallible;
 use std::io;
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{IpAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::time::Duration;
 
+pub use configure::rehearse;
 use hyper::body::Incoming;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
@@ -33,12 +35,15 @@ const ACCEPT_BACKOFF: Duration = Duration::from_millis(100);
 /// # Errors
 /// When the listener cannot be waited for.
 pub async fn serve(listener: TcpListener, state: Arc<State>) -> io::Result<Infallible> {
+    greeting::expect_words(&listener)?;
     // SAFETY: the listener moves in, nothing else closes or replaces it, and it stays registered until the drop.
     let listener = unsafe { AsyncFd::register_with_interest(listener, Interest::READABLE) }?;
+    let mut buffer = vec![0; greeting::MAX_REQUEST];
     loop {
         match listener.async_io(Interest::READABLE, TcpListener::accept).await {
             Ok((stream, remote)) => {
-                if !greeting::answered(&stream, remote, &state) {
+                let remote = remote.ip().to_canonical();
+                if let Some(stream) = greeting::answer(stream, remote, &state, &mut buffer) {
                     tokio::spawn(connection(stream, remote, state.clone()));
                 }
             }
@@ -52,20 +57,16 @@ pub async fn serve(listener: TcpListener, state: Arc<State>) -> io::Result<Infal
 
 /// Serves one connection until the client closes it, or until the guest has become another one: after a resume or a fork the
 /// other end is gone, and without this a stream on it would count as a reader that never reads.
-async fn connection(stream: TcpStream, remote: SocketAddr, state: Arc<State>) {
-    let Ok(local) = stream.local_addr() else { return };
-    let Ok(stream) = stream.set_nonblocking(true).and_then(|()| stream.try_into()) else { return };
-    serve_http(stream, Peer { remote, local }, state).await;
-}
-
-async fn serve_http(stream: tokio::net::TcpStream, peer: Peer, state: Arc<State>) {
+async fn connection(stream: TcpStream, remote: IpAddr, state: Arc<State>) {
+    let stream = stream.set_nonblocking(true).and_then(|()| tokio::net::TcpStream::from_std(stream));
+    let Ok(stream) = stream else { return };
     let mut epoch = state.epoch.subscribe();
     let survivor = Survivor::default();
     let _ = stream.set_nodelay(true);
     let mark = survivor.clone();
     let service = service_fn(move |request: hyper::Request<Incoming>| {
         let mut request = request.map(RequestBody::new);
-        request.extensions_mut().insert(peer);
+        request.extensions_mut().insert(Peer(remote));
         request.extensions_mut().insert(mark.clone());
         let state = state.clone();
         async move { Ok::<_, Infallible>(router::route(request, state).await) }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::configure;
+use super::{configure, sync};
 use hyper::header::{HeaderMap, HeaderValue};
 use hyper::{Method, StatusCode};
 
@@ -36,6 +36,12 @@ async fn dispatch(request: Request, state: Arc<State>) -> Result<Response, HttpE
             // Whoever gave the sandbox its token, or the one it was copied from, knows it; what else can reach this does not.
             check_token(&request, &state)?;
             return configure::handle(request, &state).await;
+        }
+        "/sync" => {
+            only(&request, &Method::POST)?;
+            from_host(&request, &state)?;
+            check_token(&request, &state)?;
+            return sync::handle(request).await;
         }
         path if path == "/files" || path.starts_with("/files/") => return Ok(files::handle(request, state).await),
         _ => {}
@@ -72,10 +78,9 @@ fn check_token(request: &Request, state: &State) -> Result<(), HttpError> {
 /// Only the host may configure a guest: programs inside it could otherwise set its token or clock.
 ///
 /// # Errors
-/// 403 when the request comes from the guest itself.
+/// 403 when the request comes from the guest itself, a container in it included.
 fn from_host(request: &Request, state: &State) -> Result<(), HttpError> {
-    let from_self = request.extensions().get::<Peer>().is_none_or(Peer::is_self);
-    if state.machine.is_some() && from_self {
+    if !request.extensions().get::<Peer>().is_some_and(|peer| state.is_host(peer.0)) {
         return Err(HttpError::new(StatusCode::FORBIDDEN, "only the host may call this"));
     }
     Ok(())
