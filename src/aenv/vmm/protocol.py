@@ -17,8 +17,9 @@ class VmSpec:
 
     `directory` is the sandbox's own folder (disk upper, serial log, control socket); the driver may create files in
     it. `uid` is the unprivileged user (and group) the VMM runs as; of the host's files it sees only those named here,
-    and needs to read `kernel` and `initramfs` (to boot) or `memory` (to go on from), and to write the disk. `netns` is a
-    path (``/run/netns/<name>``), `tap` the name of a tap inside it, `address` where the host reaches the guest's ports.
+    and needs to read `kernel` and `initramfs` (to boot) or `memory` (to go on from), and to write the disk. `netns` is
+    a path (``/run/netns/<name>``), `tap` the name of a tap inside it, `address` where the host reaches the guest's
+    ports.
 
     `memory` is a file of `memory_mb` that a guest's memory was captured into: mapped privately, so nothing writes it.
     """
