@@ -11,6 +11,11 @@ use crate::sync::{read, write};
 use crate::upper::{FlushError, SealError, Upper};
 use crate::ByteSource;
 
+/// Bytes that the kernel is told to read ahead at a time: it takes no more than a device's `read_ahead_kb`, usually this much.
+const AHEAD: u64 = 128 << 10;
+/// How far before what is read ahead its surroundings are looked at.
+const LOOK_BACK: u64 = 1 << 20;
+
 /// Why bytes cannot be read.
 #[derive(Debug, thiserror::Error, displaydoc::Display)]
 pub enum ReadError {
@@ -129,6 +134,14 @@ impl Image {
         let len = self.size.saturating_sub(offset).min(buf.len() as u64) as usize;
         self.view().read(&mut buf[..len], offset)?;
         Ok(len)
+    }
+
+    /// Has the kernel read a range ahead, as far as it lies in local files. Waits for nothing and is a hint only.
+    pub fn read_ahead(&self, offset: u64, len: u64) {
+        let end = offset.saturating_add(len).min(self.size);
+        if offset < end {
+            self.view().read_ahead(offset, end);
+        }
     }
 
     /// Writes bytes. Whole sectors (4096 bytes in a sparse upper) are fastest; edges of others are read first.
@@ -306,13 +319,44 @@ impl View {
         }
         let mut segments = Vec::new();
         self.resolve(offset / SECTOR, (offset + buf.len() as u64).div_ceil(SECTOR), &mut segments);
-        let layers = self.stack.layers();
-        fill(buf, offset, &segments, |layer| match (layers.get(usize::from(layer)), &self.upper) {
+        fill(buf, offset, &segments, |layer| self.source(layer))
+    }
+
+    /// What follows in a layer's file on what was read of it before, the kernel reads ahead by itself, and cheaper.
+    fn read_ahead(&self, offset: u64, end: u64) {
+        let (first, mut segments) = (offset / SECTOR, Vec::new());
+        self.resolve(first.saturating_sub(LOOK_BACK / SECTOR), end.div_ceil(SECTOR), &mut segments);
+        // Where the reader left each layer's file.
+        let mut left: Vec<(u16, u64)> = Vec::new();
+        for segment in segments {
+            let Place::Data { layer, sector } = segment.place else { continue };
+            let last = sector + segment.len;
+            let jumps = match left.iter_mut().find(|(known, _)| *known == layer) {
+                Some((_, at)) => std::mem::replace(at, last) != sector,
+                None => {
+                    left.push((layer, last));
+                    true
+                }
+            };
+            let source = self.source(layer);
+            // A source that is no file may have to wait for its bytes.
+            if !jumps || segment.offset < first || source.as_file().is_none() {
+                continue;
+            }
+            for at in (sector * SECTOR..last * SECTOR).step_by(AHEAD as usize) {
+                // The read itself will tell what is wrong.
+                let _ = source.prefetch(at, AHEAD.min(last * SECTOR - at));
+            }
+        }
+    }
+
+    fn source(&self, layer: u16) -> &dyn ByteSource {
+        match (self.stack.layers().get(usize::from(layer)), &self.upper) {
             (Some(layer), _) => &**layer.source(),
             (None, Some(upper)) => upper.source(),
             // Only an upper's own entries carry the number after the last layer.
             (None, None) => &EMPTY,
-        })
+        }
     }
 }
 

@@ -133,6 +133,7 @@ fn serve_reads(session: &Session, image: &Attached, first: WaitingRead, buf: &mu
             Ok(len) => reply.send(0, &[&part[..len]]),
             Err(errno) => reply.error(errno),
         }
+        image.read_ahead(read.offset, read.size.into());
         next = image.gate().leave();
     }
 }

@@ -10,6 +10,7 @@ use std::time::SystemTime;
 use overlaybd::{Image, Layer, Place, SECTOR};
 use rustix::io::Errno;
 
+use crate::image::ahead::ReadAhead;
 use crate::image::upper::NameSync;
 use crate::image::{Gate, Handles, Owner, Recorder, UpperDir};
 
@@ -55,6 +56,7 @@ pub struct Attached {
     gate: Gate,
     counters: Counters,
     recorder: Option<Recorder>,
+    ahead: ReadAhead,
     names: Option<Arc<NameSync>>,
     /// The layers' files, by the address of the layer, which the stack keeps from being used again.
     files: Mutex<Vec<(usize, PathBuf)>>,
@@ -79,6 +81,7 @@ impl Attached {
             writable: upper.is_some(),
             names: upper.as_ref().map(UpperDir::names),
             recorder: record.then(|| Recorder::new(image.size())),
+            ahead: ReadAhead::default(),
             files: Mutex::default(),
             image,
             owner,
@@ -183,6 +186,13 @@ impl Attached {
         self.counters.reads.fetch_add(1, Ordering::Relaxed);
         self.counters.read_bytes.fetch_add(len as u64, Ordering::Relaxed);
         Ok(len)
+    }
+
+    /// Has the kernel read ahead what a read like this one announces. To be called once that is answered.
+    pub fn read_ahead(&self, offset: u64, len: u64) {
+        if let Some(range) = self.ahead.note(offset, len, self.size()) {
+            self.image.read_ahead(range.start, range.end - range.start);
+        }
     }
 
     /// Writes, less than asked for at the end of the image.

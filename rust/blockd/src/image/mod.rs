@@ -1,5 +1,6 @@
 //! Attached images and what can be done with them.
 
+mod ahead;
 mod attached;
 mod files;
 mod gate;

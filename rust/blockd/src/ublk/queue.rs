@@ -68,6 +68,9 @@ pub fn serve(id: u16, device: &UblkDev, image: &Arc<Attached>, pool: &Arc<Pool>)
             pool.run(Box::new(move || {
                 let result = carry_out(&image, request, &buffers[usize::from(tag)]);
                 answers.give(tag, result);
+                if request.op == UBLK_IO_OP_READ {
+                    image.read_ahead(request.offset, request.len as u64);
+                }
             }));
             return;
         }
