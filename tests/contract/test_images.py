@@ -280,8 +280,17 @@ async def test_a_memory_image_is_one_file_for_all_its_users(lab: Lab) -> None:
         await lab.store.close_memory("x", user)
     await lab.store.close_memory("never", "ia")
     node = one.stat().st_ino
-    assert (await lab.store.open_memory("x", lab.base, "ic")).stat().st_ino == node  # with the pages of its cache
+    again = await lab.store.open_memory("x", lab.base, "ic")
+    assert again.stat().st_ino == node
+    with again.open("rb"):
+        assert resident(again) == SIZE  # what the others have read is still in the kernel's cache
     await lab.store.close_memory("x", "ic")
+
+
+def resident(path: Path) -> int:
+    """Bytes of a file in the page cache."""
+    done = subprocess.run(["fincore", "--bytes", "--json", path], capture_output=True, text=True, check=True)
+    return int(json.loads(done.stdout)["fincore"][0]["res"])
 
 
 async def test_memory_in_use_survives_the_server(lab: Lab) -> None:

@@ -73,12 +73,12 @@ class TemplateStore:
         template_id = reference
         if reference not in tables.templates and reference not in tables.damaged:
             name, tag = parse(reference)
-            if name not in {key.partition(":")[0] for key in tables.names}:
-                raise NotFound(f"template '{reference}' not found")
             try:
                 template_id = tables.names[f"{name}:{tag}"]
             except KeyError:
-                raise NotFound(f"tag '{tag}' does not exist for template '{name}'") from None
+                if any(key.startswith(f"{name}:") for key in tables.names):
+                    raise NotFound(f"tag '{tag}' does not exist for template '{name}'") from None
+                raise NotFound(f"template '{reference}' not found") from None
         if why := tables.damaged.get(template_id):
             raise ProvisionError(why)
         return tables.templates[template_id]
