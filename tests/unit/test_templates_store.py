@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -193,6 +194,7 @@ def test_a_killed_bake_leaves_one_of_both(
                 store.bake("ta", made)
         assert read(TemplateStore(tmp_path).checkpoint("ta")) == before
     store.bake("ta", checkpoint(tmp_path / "new").path)
+    assert not list(store.path("ta").glob(".checkpoint-*"))
     assert len([path for path in store.path("ta").iterdir() if path.is_dir() and not path.is_symlink()]) == 2
 
 
@@ -274,12 +276,18 @@ def test_many_publish_and_read_at_once(tmp_path: Path, store: TemplateStore) -> 
         assert {one.names for one in reader.snapshots()} == {(f"s:v{number}",) for number in range(0, 24, 2)}
 
 
-def test_only_old_staging_folders_are_swept(tmp_path: Path, store: TemplateStore) -> None:
-    old, young = store.stage(), store.stage()
-    os.utime(old, (0, 0))
+def test_what_a_killed_process_left_is_swept(tmp_path: Path, store: TemplateStore) -> None:
+    code = (
+        "import sys, pathlib; from aenv.templates.store import TemplateStore as T; T(pathlib.Path(sys.argv[1])).stage()"
+    )
+    subprocess.run([sys.executable, "-c", code, tmp_path], check=True)
+    ours, earlier = store.stage(), tmp_path / ".staging-0123456789abcdef0123456789abcdef"
+    earlier.mkdir()
+    another = tmp_path / ours.name.replace(f"{os.getpid()}.", f"{os.getpid()}.1")  # of one that had our number before
+    another.mkdir()
+    assert len(list(tmp_path.glob(".staging-*"))) == 4
     store.sweep()
-    assert not old.exists()
-    assert young.exists()
+    assert list(tmp_path.glob(".staging-*")) == [ours]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system: needs root")

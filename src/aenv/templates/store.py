@@ -16,7 +16,6 @@ import os
 import re
 import shutil
 import threading
-import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -27,6 +26,7 @@ import structlog
 
 from aenv.errors import BadRequest, Conflict, Forbidden, ImageError, InsufficientStorage, NotFound, ProvisionError
 from aenv.images.durable import sync, sync_files
+from aenv.images.process import identify
 from aenv.snapshots.checkpoint import read
 from aenv.templates import manifest
 from aenv.templates.models import DEFAULT_TAG, Template
@@ -42,8 +42,7 @@ REFERENCE = re.compile(r"(?P<name>(?:[a-z0-9_-]+/)?[a-z0-9_-]+)(?::(?P<tag>[a-z0
 ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 """A template's id, which is also its folder's name."""
 _STAGING = ".staging-"
-_STALE = 24 * 3600
-"""Seconds after which a staging folder is one that an interrupted process left."""
+"""Begins the name of a folder that is being made; then come its maker (`_maker`) and a random number."""
 
 
 class TemplateStore:
@@ -103,7 +102,7 @@ class TemplateStore:
     def stage(self) -> Path:
         """A fresh folder for one template, beside its later place. The maker deletes it or publishes it."""
         self._dir.mkdir(parents=True, exist_ok=True)
-        staging = self._dir / f"{_STAGING}{uuid.uuid4().hex}"
+        staging = self._dir / f"{_STAGING}{_maker()}-{uuid.uuid4().hex}"
         staging.mkdir(mode=0o755)
         return staging
 
@@ -145,6 +144,8 @@ class TemplateStore:
                     # Sandboxes that start right now may still be opening what was there before.
                     if older != before:
                         shutil.rmtree(older, ignore_errors=True)
+                for unused in place.glob(f".{CHECKPOINT}-*"):
+                    unused.unlink(missing_ok=True)
             _link_checkpoint(place, folder)
             sync(place)
 
@@ -156,7 +157,7 @@ class TemplateStore:
         template = self.resolve(reference)
         if template.source is None:
             raise Forbidden(f"'{reference}' is a template, not a snapshot; only snapshots can be deleted yet")
-        trash = self._dir / f"{_STAGING}{uuid.uuid4().hex}"
+        trash = self._dir / f"{_STAGING}{_maker()}-{uuid.uuid4().hex}"
         with self._changing(f"delete snapshot {template.id}"):
             names = self._read_names()
             kept = {key: known for key, known in names.items() if known != template.id}
@@ -170,11 +171,10 @@ class TemplateStore:
         shutil.rmtree(trash, ignore_errors=True)
 
     def sweep(self) -> None:
-        """Delete what interrupted processes left: by its age, as a running server may be making a snapshot."""
+        """Delete what was being made, or deleted, by processes that are no more."""
         for leftover in self._dir.glob(f"{_STAGING}*"):
-            with suppress(FileNotFoundError):
-                if time.time() - leftover.stat().st_mtime > _STALE:
-                    shutil.rmtree(leftover, ignore_errors=True)
+            if not _lives(leftover.name.removeprefix(_STAGING).partition("-")[0]):
+                shutil.rmtree(leftover, ignore_errors=True)
 
     @contextmanager
     def _changing(self, what: str) -> Iterator[None]:
@@ -325,6 +325,18 @@ def parse(reference: str) -> tuple[str, str]:
     if match is None:
         raise BadRequest(f"Invalid template reference: '{reference[:200]}': expected an id, name or name:tag")
     return match["name"], match["tag"] or DEFAULT_TAG
+
+
+def _maker() -> str:
+    """This process, as no other one is called."""
+    known = identify(os.getpid())
+    return f"{known.pid}.{known.start_time}" if known else str(os.getpid())
+
+
+def _lives(maker: str) -> bool:
+    pid, _, start_time = maker.partition(".")
+    known = identify(int(pid)) if pid.isascii() and pid.isdigit() else None
+    return known is not None and str(known.start_time) == start_time
 
 
 def _newest_first(templates: Iterable[Template]) -> tuple[Template, ...]:
