@@ -81,6 +81,7 @@ async def node(
 ) -> AsyncIterator[Node]:
     """A node over the given VMM and network, reconciled with what runs; closes all it was given."""
     templates = TemplateStore(settings.templates_dir)
+    await asyncio.to_thread(templates.sweep)
     tokens = await asyncio.to_thread(Tokens.load, settings.secrets_dir / "token-seed")
     guest = GuestClient()
     images = make_store(settings)
