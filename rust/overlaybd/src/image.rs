@@ -252,7 +252,7 @@ impl Image {
         }
         let (layer, table) = upper.seal()?;
         let layer = Arc::new(layer);
-        let stack = Arc::new(view.stack.push(layer.clone(), &table)?);
+        let stack = Arc::new(view.stack.push(layer.clone(), table)?);
         *view = Arc::new(View { stack, upper: next });
         Ok(layer)
     }

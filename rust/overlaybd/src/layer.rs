@@ -5,8 +5,7 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex};
 
-use crate::index::Table;
-use crate::lsmt::{read_index, Header, HeaderError, IndexError, Kind, LayerInfo, HEADER_SPACE};
+use crate::lsmt::{read_index, Extent, Header, HeaderError, IndexError, Kind, LayerInfo, HEADER_SPACE};
 use crate::sync::lock;
 use crate::tar::{unwrap_tar, TarError};
 use crate::zfile::{is_zfile, OpenZFileError, ZFile};
@@ -106,8 +105,8 @@ impl Layer {
     ///
     /// # Errors
     /// [`OpenLayerError::Index`] or [`OpenLayerError::Io`].
-    pub(crate) fn load_index(&self) -> Result<Table, OpenLayerError> {
-        Ok(read_index(&*self.source, self.index_offset, self.index_len, self.trailer)?.into())
+    pub(crate) fn load_index(&self) -> Result<Vec<Extent>, OpenLayerError> {
+        Ok(read_index(&*self.source, self.index_offset, self.index_len, self.trailer)?)
     }
 
     /// Whether the layer is known to be on stable storage; always true for one that was opened.

@@ -68,16 +68,10 @@ impl Stack {
             check_parents(&layers)?;
         }
         let mut tables = load_indexes(&layers)?;
-        let merged: Table = match tables.len() {
-            // A single layer's table is taken as it is: its tags are right already.
-            1 => tables.remove(0),
-            _ => {
-                let tagged = |(tag, table): (u8, &Table)| table.iter().map(|extent| extent.with_tag(tag)).collect();
-                merge_all((0u8..).zip(&tables).map(tagged).collect()).into()
-            }
-        };
+        (0u8..).zip(&mut tables).for_each(|(tag, table)| set_tag(table, tag));
+        let merged = merge_all(tables);
         let virtual_size = layers.iter().rev().map(|layer| layer.info().virtual_size).find(|size| *size > 0);
-        Ok(Self { levels: vec![merged], virtual_size: virtual_size.unwrap_or(0), layers })
+        Ok(Self { levels: vec![merged.into()], virtual_size: virtual_size.unwrap_or(0), layers })
     }
 
     /// A stack of nothing: all zeroes.
@@ -153,26 +147,27 @@ impl Stack {
             Self { layers: self.layers.clone(), levels: self.levels.clone(), virtual_size: self.virtual_size };
         for layer in layers {
             let table = layer.load_index().map_err(|e| StackError::Layer(stack.layers.len(), e))?;
-            stack = stack.push(layer.clone(), &table)?;
+            stack = stack.push(layer.clone(), table)?;
         }
         Ok(stack)
     }
 
     /// This stack with a freshly sealed layer on top, whose index is known. The work is in proportion to the
     /// layer, not to the stack.
-    pub(crate) fn push(&self, layer: Arc<Layer>, table: &[Extent]) -> Result<Self, StackError> {
+    pub(crate) fn push(&self, layer: Arc<Layer>, mut top: Vec<Extent>) -> Result<Self, StackError> {
         if self.layers.len() >= MAX_LAYERS {
             return Err(StackError::TooMany(self.layers.len() + 1));
         }
-        let tag = self.layers.len() as u8;
-        let mut top: Vec<Extent> = table.iter().map(|extent| extent.with_tag(tag)).collect();
+        set_tag(&mut top, self.layers.len() as u8);
         let mut levels = &self.levels[..];
         // Merging only what is at most twice as large keeps the levels few and each extent's merges few.
         while let [next, rest @ ..] = levels {
             if next.len() > 2 * top.len() {
                 break;
             }
-            top = overlay(&top, next);
+            if !next.is_empty() {
+                top = overlay(&top, next);
+            }
             levels = rest;
         }
         let virtual_size = match layer.info().virtual_size {
@@ -221,13 +216,17 @@ fn check_parents(layers: &[Arc<Layer>]) -> Result<(), StackError> {
     Ok(())
 }
 
-fn load_indexes(layers: &[Arc<Layer>]) -> Result<Vec<Table>, StackError> {
+fn set_tag(table: &mut [Extent], tag: u8) {
+    table.iter_mut().for_each(|extent| *extent = extent.with_tag(tag));
+}
+
+fn load_indexes(layers: &[Arc<Layer>]) -> Result<Vec<Vec<Extent>>, StackError> {
     let load = |i: usize| layers[i].load_index().map_err(|e| StackError::Layer(i, e));
     if layers.len() < 4 {
         return (0..layers.len()).map(load).collect();
     }
     let next = AtomicUsize::new(0);
-    let results: Mutex<Vec<Option<Result<Table, StackError>>>> = Mutex::new(layers.iter().map(|_| None).collect());
+    let results: Mutex<Vec<_>> = Mutex::new(layers.iter().map(|_| None).collect());
     std::thread::scope(|scope| {
         for _ in 0..LOADERS.min(layers.len()) {
             scope.spawn(|| loop {

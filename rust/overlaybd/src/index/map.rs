@@ -26,33 +26,44 @@ pub struct ExtentMap {
 impl ExtentMap {
     /// Takes a sorted, disjoint index, joining contiguous entries.
     pub fn from_sorted(extents: impl IntoIterator<Item = Extent>) -> Self {
-        const FILL: usize = CHUNK * 3 / 4;
         let mut map = Self::default();
-        let mut chunk: Vec<Extent> = Vec::with_capacity(FILL);
         for extent in extents {
-            map.data_sectors += data_len(&extent);
-            if let Some(last) = chunk.last_mut() {
-                if let Some(joined) = last.join(extent) {
-                    *last = joined;
-                    continue;
-                }
-            }
-            if chunk.len() == FILL {
-                map.push_chunk(std::mem::replace(&mut chunk, Vec::with_capacity(FILL)));
-            }
-            chunk.push(extent);
-        }
-        if !chunk.is_empty() {
-            chunk.shrink_to_fit();
-            map.push_chunk(chunk);
+            let appended = map.append(extent);
+            debug_assert!(appended, "{extent:?} is out of order");
         }
         map
     }
 
-    fn push_chunk(&mut self, chunk: Vec<Extent>) {
-        self.len += chunk.len();
-        self.starts.push(chunk[0].offset());
+    /// Maps a run behind all others, without looking for its place. False, and nothing done, if it does not lie there.
+    pub fn append(&mut self, extent: Extent) -> bool {
+        /// Leaves room for later insertions.
+        const FILL: usize = CHUNK * 3 / 4;
+        if let Some(chunk) = self.chunks.last_mut() {
+            if let Some(last) = chunk.last_mut() {
+                if extent.offset() < last.end() {
+                    return false;
+                }
+                if let Some(joined) = last.join(extent) {
+                    self.data_sectors += data_len(&extent);
+                    *last = joined;
+                    return true;
+                }
+            }
+            if chunk.len() < FILL {
+                insert_at(chunk, chunk.len(), extent);
+                self.len += 1;
+                self.data_sectors += data_len(&extent);
+                return true;
+            }
+        }
+        self.data_sectors += data_len(&extent);
+        self.len += 1;
+        self.starts.push(extent.offset());
+        // Most of what follows a full chunk fills another one.
+        let mut chunk = Vec::with_capacity(if self.chunks.is_empty() { 1 } else { FILL });
+        chunk.push(extent);
         self.chunks.push(chunk);
+        true
     }
 
     /// Number of extents.

@@ -12,5 +12,6 @@ use std::sync::Arc;
 
 use crate::lsmt::Extent;
 
-/// A sorted, disjoint, immutable index: 16 bytes per extent, searched by bisection.
-pub type Table = Arc<[Extent]>;
+/// A sorted, disjoint, immutable index: 16 bytes per extent, searched by bisection. The vector is the one it was made in: moving
+/// it into the allocation of the count would touch as much fresh memory again.
+pub type Table = Arc<Vec<Extent>>;

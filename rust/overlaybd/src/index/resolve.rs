@@ -93,8 +93,8 @@ mod tests {
 
     #[test]
     fn upper_levels_hide_lower_ones() {
-        let top: Table = [Extent::data(10, 10, 8).with_tag(1), Extent::zero(30, 5, 8).with_tag(1)].into();
-        let base: Table = [Extent::data(0, 15, 100), Extent::data(18, 22, 200)].into();
+        let top: Table = vec![Extent::data(10, 10, 8).with_tag(1), Extent::zero(30, 5, 8).with_tag(1)].into();
+        let base: Table = vec![Extent::data(0, 15, 100), Extent::data(18, 22, 200)].into();
         let mut out = Vec::new();
         resolve(&[top, base], 5, 50, &mut out);
         let data = |layer, sector| Place::Data { layer, sector };

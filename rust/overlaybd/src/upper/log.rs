@@ -8,8 +8,6 @@ use crate::lsmt::{is_valid, Extent, HEADER_SPACE, MAX_EXTENTS};
 
 /// Bytes read at a time: few enough to stay in the processor's cache.
 const STEP: usize = 64 << 10;
-/// Most entries that memory is reserved for before they have been seen.
-const RESERVE: u64 = 1 << 20;
 /// The most entries read back: an upper's log holds every write, not only what is left of them.
 const MAX_ENTRIES: u64 = 4 * MAX_EXTENTS;
 
@@ -39,19 +37,18 @@ impl IndexLog {
         Self { file, end: HEADER_SPACE, dirty: false }
     }
 
-    /// Reads the entries of a log whose data file has `data_end` sectors.
+    /// Reads a log whose data file has `data_end` sectors, and gives its entries to `play` in the order they were written.
     ///
     /// What a crash can leave is repaired: a torn or unwritten tail is cut off, and entries of all zeroes (pages that
     /// never reached the disk) become padding. Both concern writes that were never flushed. Any other
     /// damage is an error, so that flushed writes are not dropped silently.
-    pub fn open(file: File, data_end: u64) -> Result<(Self, Vec<Extent>), LogError> {
+    pub fn open(file: File, data_end: u64, mut play: impl FnMut(Extent)) -> Result<Self, LogError> {
         const ENTRY: u64 = Extent::SIZE as u64;
         let size = file.metadata()?.len();
         let count = size.saturating_sub(HEADER_SPACE) / ENTRY;
         if count > MAX_ENTRIES {
             return Err(LogError::TooLarge(count));
         }
-        let mut entries = Vec::with_capacity(count.min(RESERVE) as usize);
         let mut holes = Vec::new();
         let mut first_bad = None;
         let mut used = 0;
@@ -78,7 +75,7 @@ impl IndexLog {
                     return Err(LogError::Damaged(bad));
                 }
                 if !padding {
-                    entries.push(extent);
+                    play(extent);
                 }
                 used = number + 1;
             }
@@ -91,7 +88,7 @@ impl IndexLog {
         for hole in holes.into_iter().take_while(|hole| *hole < used) {
             file.write_all_at(&Extent::PADDING.to_bytes(), HEADER_SPACE + hole * ENTRY)?;
         }
-        Ok((Self { file, end, dirty: true }, entries))
+        Ok(Self { file, end, dirty: true })
     }
 
     /// Appends entries. If that fails, the log ends where it did before.

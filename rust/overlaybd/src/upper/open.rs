@@ -7,7 +7,7 @@ use std::sync::{Arc, RwLock};
 
 use crate::index::{replay_into, ExtentMap};
 use crate::layer::Layer;
-use crate::lsmt::{Header, HeaderError, Kind, LayerInfo, HEADER_SPACE, SECTOR};
+use crate::lsmt::{Extent, Header, HeaderError, Kind, LayerInfo, HEADER_SPACE, SECTOR};
 use crate::source::FileSource;
 use crate::upper::log::{IndexLog, LogError};
 use crate::upper::{sparse, Mode, State, Upper};
@@ -117,9 +117,10 @@ impl Upper {
                     return Err(OpenUpperError::Mismatch);
                 }
                 let size = data.metadata()?.len();
-                let (log, entries) = IndexLog::open(index, size / SECTOR)?;
+                let mut replay = Replay::default();
+                let log = IndexLog::open(index, size / SECTOR, |entry| replay.play(entry))?;
                 let mode = Mode::append(size.next_multiple_of(SECTOR), log);
-                Ok(Self::new(data.into(), info, mode, replay_into(entries, |index| ExtentMap::from_sorted(index)))?)
+                Ok(Self::new(data.into(), info, mode, replay.finish())?)
             }
             _ => Err(OpenUpperError::Kind("data")),
         }
@@ -129,6 +130,34 @@ impl Upper {
         let source = FileSource::new(data.clone())?;
         let state = State { map, pending: Vec::new() };
         Ok(Self { data, source, info, mode, gate: RwLock::new(false), state: RwLock::new(state) })
+    }
+}
+
+/// The index that a log leaves.
+#[derive(Default)]
+struct Replay {
+    /// While each entry comes behind all others, as those of sequential writes and of compacted logs do: their index.
+    map: ExtentMap,
+    /// All entries, once that has ended.
+    log: Vec<Extent>,
+}
+
+impl Replay {
+    fn play(&mut self, entry: Extent) {
+        if self.log.is_empty() {
+            if self.map.append(entry) {
+                return;
+            }
+            self.log = std::mem::take(&mut self.map).to_vec();
+        }
+        self.log.push(entry);
+    }
+
+    fn finish(self) -> ExtentMap {
+        match self.log.is_empty() {
+            true => self.map,
+            false => replay_into(self.log, |index| ExtentMap::from_sorted(index)),
+        }
     }
 }
 

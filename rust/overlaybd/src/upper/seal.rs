@@ -1,5 +1,6 @@
 //! Turning an upper into a layer, in place.
 
+use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::Ordering;
@@ -65,13 +66,11 @@ impl Upper {
         };
         let kind = Kind::Trailer;
         let trailer = Header { kind, index_offset, index_len: extents.len() as u64, info: self.info.clone() };
-        let mut bytes = Vec::with_capacity((extents.len() + 32) * Extent::SIZE + HEADER_SPACE as usize);
-        let padding = padding(extents.len(), SECTOR as usize);
-        for extent in extents.iter().chain(std::iter::repeat_n(&Extent::PADDING, padding)) {
-            bytes.extend_from_slice(&extent.to_bytes());
-        }
-        bytes.extend_from_slice(&trailer.to_block()?);
-        let written = self.data.set_len(index_offset).and_then(|()| self.data.write_all_at(&bytes, index_offset));
+        let trailer_block = trailer.to_block()?;
+        let written = self.data.set_len(index_offset).and_then(|()| {
+            let end = write_index(&self.data, &extents, index_offset)?;
+            self.data.write_all_at(&trailer_block, end)
+        });
         if let Err(error) = written {
             // Best effort: what is left behind the data is never referred to.
             let _ = self.data.set_len(index_offset);
@@ -89,4 +88,22 @@ impl Upper {
         *sealed = true;
         Ok((layer, extents))
     }
+}
+
+/// Writes extents and padding up to a whole sector; gives where they end. A few kilobytes at a time, which the processor's cache
+/// holds: all at once would be as much fresh memory as the extents themselves.
+fn write_index(file: &File, extents: &[Extent], mut at: u64) -> io::Result<u64> {
+    const STEP: usize = (64 << 10) / Extent::SIZE;
+    let mut bytes = Vec::with_capacity(extents.len().min(STEP) * Extent::SIZE + SECTOR as usize);
+    let padding = padding(extents.len(), SECTOR as usize);
+    let mut steps = extents.chunks(STEP).peekable();
+    while let Some(step) = steps.next() {
+        bytes.clear();
+        step.iter().for_each(|extent| bytes.extend_from_slice(&extent.to_bytes()));
+        let padding = if steps.peek().is_none() { padding } else { 0 };
+        (0..padding).for_each(|_| bytes.extend_from_slice(&Extent::PADDING.to_bytes()));
+        file.write_all_at(&bytes, at)?;
+        at += bytes.len() as u64;
+    }
+    Ok(at)
 }
