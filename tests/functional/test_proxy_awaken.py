@@ -226,3 +226,12 @@ async def test_a_client_that_leaves_while_it_waits_harms_nobody(node: Node) -> N
     writer.transport.abort()
     resume.set()
     assert (await ask(node, head("GET", "/", "ia", port))).body == b"ok"
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+async def test_a_request_under_way_when_the_server_stops_is_told_so(node: Node, method: str) -> None:
+    """The sandbox goes on; that it ended would be a lie."""
+    request = await asked(node, method, "Content-Length: 0")
+    await node.app.aclose()
+    reply = await asyncio.wait_for(request, PATIENCE)
+    assert (reply.status, "shutting down" in reply.json["message"]) == (503, True)

@@ -12,7 +12,7 @@ from aenv.proxy.asgi import App, Message, Receive, ResponseBroken, Scope, Send
 from aenv.proxy.headers import Request, framing, request_head
 from aenv.proxy.responses import Answer
 from aenv.proxy.routing import ENVD_PORT, TRAFFIC_TOKEN_HEADER, Preflight, SandboxTarget, SignedFile, decide
-from aenv.proxy.upstream import Ended, PortNotOpen, Upstream
+from aenv.proxy.upstream import Ended, PortNotOpen, Upstream, closing
 
 AWAKEN_DEADLINE = 60.0
 """Seconds a request waits for its sandbox: the clients' own limit for a request."""
@@ -160,6 +160,8 @@ class ProxyApp:
         """Most failures of a connection are a sandbox that is ending, which its route tells first."""
         if isinstance(target, SignedFile) or not isinstance(error, GuestError):
             return responses.of_error(error)
+        if self._upstream.closed:
+            return responses.of_error(closing(), target.sandbox_id)
         if self._route(target.sandbox_id) is None:
             return responses.sandbox_not_found(target.sandbox_id)
         if isinstance(error, PortNotOpen):

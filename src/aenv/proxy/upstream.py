@@ -40,6 +40,11 @@ class Unreachable(GuestError):
     """The guest did not accept the connection in time, or its network is gone."""
 
 
+def closing() -> Unavailable:
+    """Why nothing is carried into sandboxes any more."""
+    return Unavailable("the server is shutting down; try again in a moment")
+
+
 class Abortable(Protocol):
     """What a generation ends with itself."""
 
@@ -158,8 +163,8 @@ class Upstream:
     """The generations in use, one per sandbox. Owns a timer that closes idle and dead connections; end with `close`."""
 
     def __init__(self) -> None:
+        self.closed = False
         self._generations: dict[str, Generation] = {}
-        self._closed = False
         self._sweeper: asyncio.TimerHandle | None = None
 
     def generation(self, route: Route) -> Generation:
@@ -167,8 +172,8 @@ class Upstream:
 
         Connections of an earlier generation of the sandbox are aborted. Raises Unavailable after `close`.
         """
-        if self._closed:
-            raise Unavailable("the server is shutting down; try again in a moment")
+        if self.closed:
+            raise closing()
         known = self._generations.get(route.sandbox_id)
         if known is not None:
             if known.route.generation == route.generation and known.route.address == route.address:
@@ -186,7 +191,7 @@ class Upstream:
 
     def close(self) -> None:
         """Abort everything and accept nothing more."""
-        self._closed = True
+        self.closed = True
         if self._sweeper is not None:
             self._sweeper.cancel()
         for sandbox_id in list(self._generations):
