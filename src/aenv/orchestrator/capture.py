@@ -39,10 +39,10 @@ class Capturer:
         `guest` is the sandbox whose token the guest's daemon wants. Raises an InfrastructureError.
         """
         vm = await self._prepared(run)
+        memory = await vm.memory()
         frozen_at = time.perf_counter()
         try:
             await vm.freeze()
-            memory = await vm.memory()
             state = await self._take(run, vm, memory)
         except BaseException:
             await going_on(vm)

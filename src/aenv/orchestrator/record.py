@@ -111,6 +111,11 @@ class Record:
         )
 
     @property
+    def was_launched(self) -> bool:
+        """Whether it ever ran, so that a client may know it."""
+        return self.run is not None or self.rest is not None
+
+    @property
     def public(self) -> bool:
         """Whether ports other than the daemon's are open without the traffic token."""
         return (self.spec.network or {}).get("allowPublicTraffic") is not False

@@ -98,6 +98,11 @@ class Runner:
         """What is in flight."""
         return self.record.life.position.operation
 
+    @property
+    def at_rest(self) -> bool:
+        """Whether it is paused, and so takes neither CPU time nor memory."""
+        return self.record.life.position.stable is Stable.PAUSED and self.operation is not Operation.RESUMING
+
     def post(self, event: Event) -> None:
         """Take one event. Raises IllegalTransition for one that makes no sense now."""
         life, orders = step(self.record.life, event)

@@ -1,8 +1,6 @@
 """All sandboxes of one node: the public face of the orchestrator (`protocol.Sandboxes`)."""
 
 import asyncio
-import hashlib
-import json
 import math
 import secrets
 import string
@@ -10,7 +8,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Protocol
 
@@ -33,6 +31,7 @@ from aenv.lifecycle.states import RUNNING, Operation, Stable
 from aenv.network.protocol import Network
 from aenv.orchestrator import listing, reconcile
 from aenv.orchestrator.capture import Capturer
+from aenv.orchestrator.keys import Keys
 from aenv.orchestrator.launcher import Launcher, remove_folder
 from aenv.orchestrator.models import (
     CreateSpec,
@@ -50,7 +49,7 @@ from aenv.orchestrator.record import Record
 from aenv.orchestrator.runner import Job, Runner
 from aenv.orchestrator.snapshots import Library, Snapshots
 from aenv.orchestrator.standby import Standby
-from aenv.orchestrator.store import IdempotencyKey, LoggedEvent, Store
+from aenv.orchestrator.store import LoggedEvent, Store
 from aenv.orchestrator.tokens import Tokens
 from aenv.orchestrator.unwritten import Rewriter
 from aenv.snapshots.checkpoint import Checkpoint, read
@@ -107,6 +106,7 @@ class Orchestrator:
         self._on_gone = on_gone
         self._runners: dict[str, Runner] = {}
         self._ends: OrderedDict[str, Record] = OrderedDict()
+        self._keys = Keys(store=store, alive=self._runners, ended=self._ends)
         self._tasks = asyncio.TaskGroup()
         self._rewriter = Rewriter()
         self._upkeep: list[asyncio.Task[None]] = []
@@ -171,8 +171,8 @@ class Orchestrator:
         sandbox_id = waiting.id if waiting else _new_id()
         try:
             if idempotency_key is not None:
-                claim = IdempotencyKey(idempotency_key, _digest(spec), sandbox_id)
-                if (earlier := await self._claim(claim)) is not None:
+                earlier = await self._keys.claim(idempotency_key, spec, sandbox_id)
+                if earlier is not None:
                     await earlier.ready()
                     return earlier.record.sandbox(self._tokens)
             try:
@@ -195,22 +195,6 @@ class Orchestrator:
             if runner.operation in (Operation.CREATING, Operation.RESUMING, Operation.ROLLING_BACK):
                 await runner.settled()
 
-    async def _claim(self, claim: IdempotencyKey) -> Runner | None:
-        """None if the key is now this creation's; else the runner of the sandbox it already made. Raises Conflict."""
-        bound = await self._store.claim(claim)
-        if bound.sandbox_id == claim.sandbox_id:
-            return None
-        if bound.digest != claim.digest:
-            raise Conflict(f"Idempotency-Key '{claim.key}' was used for another request; use a new key")
-        if runner := self._runners.get(bound.sandbox_id):
-            return runner
-        ended = self._ends.get(bound.sandbox_id)
-        if ended is not None and ended.run is not None:
-            raise Conflict(f"sandbox {ended.id}, made under Idempotency-Key '{claim.key}', has ended; use a new key")
-        # The server ended before that creation did: nobody has seen the sandbox, so the key is free again.
-        await self._store.unclaim(claim.key, bound.sandbox_id)
-        return await self._claim(claim)
-
     def _new_record(self, sandbox_id: str, spec: CreateSpec, template: Template, parent: str | None = None) -> Record:
         now = datetime.now(UTC)
         return Record(
@@ -224,9 +208,7 @@ class Orchestrator:
         )
 
     def _begin(self, record: Record, job: Job) -> Runner:
-        limit = self._settings.orchestrator.max_sandboxes
-        if len(self._runners) >= limit:
-            raise TooManyRequests(f"this node has at most {limit} sandboxes (orchestrator.max_sandboxes); delete some")
+        self._check_room()
         runner = self._make_runner(record)
         runner.begin(CreateRequested(), job)
         return runner
@@ -268,6 +250,7 @@ class Orchestrator:
         if runner.record.life.position == RUNNING:
             return await self.extend(sandbox_id, seconds), False
         self._check_open()
+        self._check_room()
         await runner.carry_out(ResumeRequested(), self._do.resume(seconds, memory=memory))
         return runner.record.sandbox(self._tokens), True
 
@@ -342,6 +325,14 @@ class Orchestrator:
         except TimeoutError:
             raise Conflict(f"sandbox {sandbox_id} is still {runner.operation} after {deadline:g} s") from None
         return self._visible(sandbox_id)
+
+    def _check_room(self) -> None:
+        """Raises TooManyRequests. A paused sandbox takes no room until it is resumed."""
+        limit = self._settings.orchestrator.max_sandboxes
+        if sum(not runner.at_rest for runner in self._runners.values()) >= limit:
+            raise TooManyRequests(
+                f"this node runs at most {limit} sandboxes (orchestrator.max_sandboxes); pause or delete some"
+            )
 
     def _check_open(self) -> None:
         if self._closing:
@@ -440,8 +431,3 @@ class Orchestrator:
 
 def _new_id() -> str:
     return "i" + "".join(secrets.choice(ALPHABET) for _ in range(20))
-
-
-def _digest(spec: CreateSpec) -> str:
-    """Equal specs have equal digests, whatever the order of their keys."""
-    return hashlib.sha256(json.dumps(asdict(spec), sort_keys=True).encode()).hexdigest()
