@@ -359,6 +359,23 @@ async def test_a_server_starts_over_a_dead_daemon(lab: Lab) -> None:
     await lab.store.close_memory("x", "ia")
 
 
+async def test_what_a_dead_daemon_served_is_lost_and_can_be_made_again(lab: Lab) -> None:
+    folder = lab.folder("ia")
+    await lab.store.attach(lab.base, folder, UID)
+    await lab.store.open_memory("x", lab.base, "ia")
+    losing = asyncio.create_task(lab.store.lost(folder))
+    pid = int(json.loads(Places.of_home(lab.settings.home).pid_file.read_text())["pid"])
+    os.kill(pid, signal.SIGKILL)
+    assert f"aenv-blockd (pid {pid}) was killed by signal 9" in await losing
+    again = await lab.store.open_memory("x", lab.base, "ib")
+    assert again.read_bytes() == FRESH
+    await lab.store.close_memory("x", "ia")  # who used the lost one
+    assert again.exists()
+    await lab.store.close_memory("x", "ib")
+    await lab.store.detach(folder)
+    assert list(folder.iterdir()) == []
+
+
 async def test_a_captured_guest_is_an_image_again_and_its_pages_are_shared(lab: Lab) -> None:
     image = await lab.store.open_memory("x", lab.base, "ia")
     with guest(image) as first, guest(image) as second:
