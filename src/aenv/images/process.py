@@ -36,6 +36,11 @@ def identify(pid: int) -> Identity | None:
         return None
 
 
+def _trust() -> dict[str, str]:
+    """Which certificates of origins are trusted, where that is not what the system says."""
+    return {name: os.environ[name] for name in ("SSL_CERT_FILE", "SSL_CERT_DIR") if name in os.environ}
+
+
 def spawn(argv: Sequence[str], log: Path) -> int:
     """Start `argv` in a session of its own, its output appended to `log`; return its pid. Raises ImageError,
     InsufficientStorage."""
@@ -44,7 +49,7 @@ def spawn(argv: Sequence[str], log: Path) -> int:
         return os.posix_spawn(
             argv[0],
             list(argv),
-            {"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C.UTF-8"},
+            {"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C.UTF-8", **_trust()},
             file_actions=[
                 (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
                 (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600),

@@ -2,7 +2,7 @@
 #![allow(dead_code, missing_docs, clippy::unwrap_used)]
 
 use std::collections::VecDeque;
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::ops::Range;
 use std::path::Path;
@@ -75,6 +75,15 @@ pub struct Server {
 
 impl Server {
     pub fn new(content: Vec<u8>) -> Self {
+        Self::with(content, None)
+    }
+
+    /// One that speaks TLS.
+    pub fn tls(content: Vec<u8>, config: Arc<rustls::ServerConfig>) -> Self {
+        Self::with(content, Some(config))
+    }
+
+    fn with(content: Vec<u8>, tls: Option<Arc<rustls::ServerConfig>>) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();
         let shared = Arc::new(Shared {
@@ -97,10 +106,17 @@ impl Server {
                 if server.closed.load(SeqCst) {
                     return;
                 }
-                let server = server.clone();
+                let (server, tls) = (server.clone(), tls.clone());
                 std::thread::spawn(move || {
                     server.connections.fetch_add(1, SeqCst);
-                    let _ = serve(&server, stream);
+                    let _ = stream.set_nodelay(true);
+                    let _ = match tls {
+                        None => serve(&server, stream),
+                        Some(config) => {
+                            let session = rustls::ServerConnection::new(config).unwrap();
+                            serve(&server, rustls::StreamOwned::new(session, stream))
+                        }
+                    };
                     server.connections.fetch_sub(1, SeqCst);
                 });
             }
@@ -149,10 +165,8 @@ impl Drop for Server {
     }
 }
 
-fn serve(server: &Shared, stream: TcpStream) -> std::io::Result<()> {
-    stream.set_nodelay(true)?;
-    let mut reader = BufReader::new(stream.try_clone()?);
-    let mut out = stream;
+fn serve(server: &Shared, stream: impl Read + Write) -> std::io::Result<()> {
+    let mut reader = BufReader::new(stream);
     loop {
         let mut line = String::new();
         if reader.read_line(&mut line)? == 0 {
@@ -189,14 +203,14 @@ fn serve(server: &Shared, stream: TcpStream) -> std::io::Result<()> {
             let act = server.script.lock().unwrap().pop_front();
             act.unwrap_or_else(|| server.default.lock().unwrap().clone())
         };
-        if !answer(server, act, range, &mut out)? {
+        if !answer(server, act, range, reader.get_mut())? {
             return Ok(());
         }
     }
 }
 
 /// Whether the connection goes on.
-fn answer(server: &Shared, act: Act, range: Range<u64>, out: &mut TcpStream) -> std::io::Result<bool> {
+fn answer(server: &Shared, act: Act, range: Range<u64>, out: &mut impl Write) -> std::io::Result<bool> {
     let size = server.content.len() as u64;
     let etag = server.etag.lock().unwrap().clone();
     let etag = etag.map(|etag| format!("ETag: {etag}\r\n")).unwrap_or_default();
