@@ -24,6 +24,18 @@ def test_mitigations_are_given_up_only_where_nothing_speculates() -> None:
     assert "mitigations=off" in kernel_cmdline(hostname="a", accel="tcg", tsc_khz=1, machine="x86_64").split()
 
 
+def test_freed_memory_is_cleared_only_where_that_is_asked_for() -> None:
+    asked = kernel_cmdline(hostname="a", accel="kvm", machine="x86_64", zero_freed=True).split()
+    assert "init_on_free=1" in asked
+    assert "init_on_free=1" not in kernel_cmdline(hostname="a", accel="kvm", machine="x86_64").split()
+
+
+def test_slow_string_instructions_are_avoided_only_where_they_are_slow() -> None:
+    assert "clearcpuid=erms,fsrm" in kernel_cmdline(hostname="a", accel="tcg", tsc_khz=1, machine="x86_64").split()
+    assert "clearcpuid" not in kernel_cmdline(hostname="a", accel="kvm", machine="x86_64")
+    assert "clearcpuid" not in kernel_cmdline(hostname="a", accel="tcg", machine="aarch64")
+
+
 def test_emulated_x86_guest_is_told_its_clock() -> None:
     words = kernel_cmdline(hostname="a", accel="tcg", tsc_khz=2_596_138, machine="x86_64").split()
     assert {"tsc_early_khz=2596138", "tsc=reliable"} <= set(words)

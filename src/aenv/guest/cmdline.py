@@ -25,10 +25,17 @@ _FAST = " ".join(
         "lsm=landlock,capability,yama",  # no AppArmor, TOMOYO, IMA, EVM: an image brings no policy for them
         "audit=0",
         "nowatchdog",  # a stalled vCPU of a busy host is no lockup
+        "psi=0",  # pressure statistics: work at every switch of tasks and every two seconds, for a file nobody reads
     )
 )
 
 _FAST_X86 = "8250.nr_uarts=1"
+
+# The string instructions that these two flags recommend for clearing and copying pages go byte by byte in QEMU.
+# Measured: freeing 300 MB of memory that is cleared then 1.2 s with them, 0.3 s without; boot 2.95 and 2.7 s of CPU.
+_FAST_TCG_X86 = "clearcpuid=erms,fsrm"
+
+_ZERO_FREED = "init_on_free=1"
 
 # What follows weakens only boundaries inside the guest, whose default user is allowed everything there by sudo.
 _FAST_TCG = " ".join(
@@ -48,6 +55,7 @@ def kernel_cmdline(
     accel: Literal["kvm", "tcg"],
     tsc_khz: int | None = None,
     machine: str | None = None,
+    zero_freed: bool = False,
 ) -> str:
     """The command line envd and the kernel need (envd's half is the `aenv.*` parameters).
 
@@ -56,6 +64,12 @@ def kernel_cmdline(
     and a guest that cannot calibrate hangs or falls back to a clock of 4 ms grain. With it QEMU's microvm needs
     neither `pit` nor `pic`, and both are better off: an interrupt of the unused PIC at vector 0 panics the guest now
     and then. `machine` is the host's architecture as uname names it.
+
+    `zero_freed` has the kernel clear the memory that programs give back, so that captures of this guest, and of all
+    that start from them, do not carry it: after a process of 150 MB has ended, 12 MB more than before are not zero,
+    instead of 155. Clearing then costs 1.6 µs a page when it is freed and saves the same when it is used again; but
+    the boot clears all memory once (0.7 s for 512 MiB under emulation) and the host then holds all of it. For boots
+    whose capture many guests start from.
 
     Raises ProvisionError if `hostname` is not a host name label, or the rate is needed and not known.
     """
@@ -68,7 +82,9 @@ def kernel_cmdline(
         if x86:
             if tsc_khz is None:
                 raise ProvisionError("the rate of this machine's TSC is not known; emulated guests have no other clock")
-            words.append(f"tsc_early_khz={tsc_khz} tsc=reliable")
+            words.append(f"{_FAST_TCG_X86} tsc_early_khz={tsc_khz} tsc=reliable")
+    if zero_freed:
+        words.append(_ZERO_FREED)
     words.append(f"aenv.root=/dev/vda aenv.ip={GUEST_ADDRESS} aenv.gw={GUEST_GATEWAY} aenv.dns={GUEST_GATEWAY}")
     words.append(f"aenv.hostname={hostname}")
     return " ".join(words)
