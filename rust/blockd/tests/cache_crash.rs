@@ -13,6 +13,7 @@ use cache_common::{cache, content, disk_usage, open, read, settle, Server, BLOCK
 
 const BLOCKS: usize = 48;
 const SIZE: usize = BLOCKS * BLOCK_LEN + 321;
+const SMALL: usize = 2 * BLOCK_LEN + 99;
 const LIMIT: u64 = 16 * BLOCK_LEN as u64;
 const CHILD: &str = "BLOCKD_TEST_CACHE_CHILD";
 
@@ -20,9 +21,14 @@ const CHILD: &str = "BLOCKD_TEST_CACHE_CHILD";
 #[test]
 fn child() {
     let Ok(arguments) = std::env::var(CHILD) else { return };
-    let (dir, url) = arguments.split_once(' ').unwrap();
+    let [dir, url, small] = arguments.split(' ').collect::<Vec<_>>()[..] else { panic!("{arguments}") };
     let cache = cache(Path::new(dir), LIMIT);
     let layer = cache.open_layer(RemoteLayer::new(url, SIZE as u64)).unwrap();
+    // Meanwhile a small one is completed, beside the cache.
+    let path = Some(Path::new(dir).with_extension("whole"));
+    let small = RemoteLayer { path, ..RemoteLayer::new(small, SMALL as u64) };
+    let completed = cache.open_layer(small).unwrap();
+    cache.complete_later(&completed);
     let expected = content(SIZE);
     std::thread::scope(|scope| {
         for thread in 0..4_usize {
@@ -42,11 +48,13 @@ fn child() {
 
 #[test]
 fn after_kill_9_only_whole_blocks_are_served_and_the_bound_holds() {
-    let dir = tempfile::tempdir().unwrap();
+    let files = tempfile::tempdir().unwrap();
+    let (dir, whole) = (files.path().join("cache"), files.path().join("cache.whole"));
     let server = Server::new(content(SIZE));
-    let mut kept = 0;
+    let small = Server::new(content(SMALL));
+    let (mut kept, mut completed) = (0, 0);
     for round in 0..40_usize {
-        let arguments = format!("{} {}", dir.path().display(), server.url("/layer"));
+        let arguments = format!("{} {} {}", dir.display(), server.url("/layer"), small.url("/small"));
         let mut child = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "child", "--nocapture", "--test-threads=1"])
             .env(CHILD, arguments)
@@ -59,9 +67,14 @@ fn after_kill_9_only_whole_blocks_are_served_and_the_bound_holds() {
         assert_eq!(lines.map_while(Result::ok).filter(|line| line.contains("read")).take(reads).count(), reads);
         child.kill().unwrap();
         child.wait().unwrap();
-        assert!(disk_usage(dir.path()) <= LIMIT, "round {round}: {} bytes on disk", disk_usage(dir.path()));
+        assert!(disk_usage(&dir) <= LIMIT, "round {round}: {} bytes on disk", disk_usage(&dir));
+        if let Ok(bytes) = std::fs::read(&whole) {
+            assert!(bytes == small.shared.content, "round {round}: {} bytes", bytes.len());
+            std::fs::remove_file(&whole).unwrap();
+            completed += 1;
+        }
         if round % 4 == 3 {
-            let cache = cache(dir.path(), LIMIT);
+            let cache = cache(&dir, LIMIT);
             let layer = open(&cache, &server);
             kept += cache.stats().blocks;
             for block in 0..BLOCKS {
@@ -71,10 +84,14 @@ fn after_kill_9_only_whole_blocks_are_served_and_the_bound_holds() {
             settle(&cache);
             let stats = cache.stats();
             assert_eq!(stats.damaged, 0, "round {round}: {stats:?}");
-            assert!(stats.used_bytes <= LIMIT && disk_usage(dir.path()) <= LIMIT, "{stats:?}");
+            assert!(stats.used_bytes <= LIMIT && disk_usage(&dir) <= LIMIT, "{stats:?}");
         }
     }
     assert!(kept > 0, "blocks outlive the kill");
+    assert!(completed > 0, "some were completed before the kill");
+    let mut left: Vec<_> = std::fs::read_dir(files.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    left.retain(|name| name != "cache" && name != ".cache.whole.partial");
+    assert!(left.is_empty(), "{left:?}");
 }
 
 /// A small file system of its own, gone with its owner.
