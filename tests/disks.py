@@ -9,9 +9,10 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from aenv.errors import NotFound
+from aenv.errors import ImageError, NotFound
 from aenv.images.client import BlockdClient, Layer
 from aenv.images.daemon import Places
+from aenv.images.memory import PREFIX
 
 T = TypeVar("T")
 
@@ -27,6 +28,15 @@ def ask(home: Path, work: Callable[[BlockdClient], Awaitable[T]]) -> T:
             await client.aclose()
 
     return asyncio.run(connected())
+
+
+def attached_disks(home: Path) -> list[str]:
+    """The disks that the daemon of a home serves; none without a daemon. Memory images may be kept without a user."""
+    try:
+        images = ask(home, lambda client: client.list())
+    except (ImageError, OSError):
+        return []
+    return [image["image"] for image in images if not image["image"].startswith(PREFIX)]
 
 
 def fsck_layers(home: Path, layers: list[Layer]) -> None:

@@ -26,12 +26,13 @@ from e2b import Sandbox
 from aenv.config import NetworkSettings, Settings, VmmSettings, default_home
 from aenv.errors import ProvisionError
 from aenv.guest.provision import load_bundle
+from aenv.images.daemon import Places
 from aenv.network import nft
 from aenv.network.layout import NETNS_DIRECTORY, Layout
 from aenv.vmm import cgroup
 from aenv.vmm.accel import AccelProver
 from aenv.vmm.process import find
-from disks import fsck_running
+from disks import attached_disks, fsck_running
 
 KEY = "e2b_" + "5e" * 20
 CIDR = "10.215.0.0/20"
@@ -154,6 +155,7 @@ class RealServer:
         self.http.close()
         assert not self.slots()
         assert self.layout.table not in nft.tables()
+        assert not Places.of_home(self.home).mount.is_mount()
 
     def ids(self) -> set[str]:
         answer = self.http.get("/v2/sandboxes")
@@ -183,12 +185,14 @@ class RealServer:
         fsck_running(self.home, {found.sandbox_id: found.handle.pid for found in find(self.home)})
 
     def leftovers(self) -> dict[str, list[str]]:
-        """What sandboxes hold of the machine: their processes, folders and cgroups."""
+        """What sandboxes hold of the machine: their processes, folders, attached disks and cgroups. Each is named after
+        its sandbox, and appears twice if there are two."""
         root = cgroup.probe(self.home).root
         folders = self.home / "sandboxes"
         return {
-            "vmms": sorted(found.sandbox_id for found in find(self.home)),
+            "vmms": sorted(found.sandbox_id.partition(".")[0] for found in find(self.home)),
             "folders": sorted(path.name for path in folders.iterdir()) if folders.exists() else [],
+            "disks": sorted(name.partition(".")[0] for name in attached_disks(self.home)),
             "cgroups": sorted(path.name for path in root.iterdir() if path.is_dir()) if root and root.exists() else [],
         }
 
@@ -209,7 +213,7 @@ class RealServer:
         return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS:")) // 1024
 
 
-NOTHING: dict[str, list[str]] = {"vmms": [], "folders": [], "cgroups": []}
+NOTHING: dict[str, list[str]] = {"vmms": [], "folders": [], "disks": [], "cgroups": []}
 
 
 def _link(source: str, target: str) -> str:

@@ -12,11 +12,14 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from e2b import CommandExitException, NotEnoughSpaceException, Sandbox
 
+from aenv.vmm.process import find
+from disks import stopped
 from real_server import NOTHING, RealServer, needs_node, real_server, until
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -45,7 +48,11 @@ def world() -> Iterator[World]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, world: World) -> Iterator[RealServer]:
-    settings = {"network_dns_upstream": DNS, "network_allow_internal": INTERNET}
+    settings: dict[str, Any] = {
+        "network_dns_upstream": DNS,
+        "network_allow_internal": INTERNET,
+        "orchestrator_on_timeout": "kill",
+    }
     with real_server(tmp_path_factory.mktemp("home"), **settings) as made:
         yield made
 
@@ -87,6 +94,24 @@ def test_concurrent_creates(server: RealServer, fleet: Fleet) -> None:
     tokens = {sandbox._envd_access_token for sandbox in made}
     assert len(tokens) == 8
     fleet.put(*made)
+
+
+@contextlib.contextmanager
+def creating(server: RealServer) -> Iterator[tuple[str, "Future[httpx.Response]"]]:
+    """A create under way, for as long as its VMM is held still; the sandbox's id, and its answer to be."""
+    before = {found.handle.pid for found in find(server.home)}
+    with ThreadPoolExecutor(1) as threads:
+        for _ in range(20):  # it may be too quick for us
+            future = threads.submit(server.http.post, "/v2/sandboxes", json={"templateID": "base"})
+            while not future.done():
+                for new in [found for found in find(server.home) if found.handle.pid not in before]:
+                    sandbox_id = new.sandbox_id.partition(".")[0]
+                    with stopped(new.handle.pid):
+                        if sandbox_id not in server.ids():
+                            yield sandbox_id, future
+                            return
+            server.http.delete(f"/sandboxes/{future.result().json()['sandboxID']}")
+    pytest.fail("no create was caught under way")
 
 
 class TestRestart:
@@ -133,12 +158,10 @@ class TestRestart:
 
     def test_a_stop_undoes_a_create_under_way(self, server: RealServer) -> None:
         before = server.leftovers()
-        with ThreadPoolExecutor(1) as threads:
-            creating = threads.submit(server.http.post, "/v2/sandboxes", json={"templateID": "base"})
-            until(lambda: server.leftovers()["vmms"] != before["vmms"], what="a VMM")
+        with creating(server) as (_, future):
             server.stop()
             assert server.leftovers() == before
-            answer = creating.result()
+            answer = future.result()
             assert answer.status_code == answer.json()["code"] == 503
         server.start()
         assert server.ids() == set(before["vmms"])
@@ -194,27 +217,29 @@ class TestFullDisks:
             sandbox.files.write("upload", bytes(8 << 20))
             sandbox.files.remove("upload")
 
-    def test_the_hosts_disk_is_full(self, tmp_path: Path) -> None:
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=48m,mode=711", "tmpfs", tmp_path], check=True)
+    def test_the_hosts_disk_is_full(self, server: RealServer, tmp_path: Path) -> None:
+        templates = sum(path.stat().st_blocks * 512 for path in (server.home / "templates").rglob("*"))
+        size = templates + (48 << 20)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size},mode=711", "tmpfs", tmp_path], check=True)
         try:
-            with real_server(tmp_path) as server:
-                sandbox = server.create()
+            with real_server(tmp_path) as small:
+                sandbox = small.create()
                 with pytest.raises(CommandExitException, match=r"(?i)input/output error|read-only"):
                     sandbox.commands.run("dd if=/dev/zero of=big bs=1M count=100 conv=fsync status=none", timeout=120)
                 fill(tmp_path / "filler")
 
-                refused = server.http.post("/v2/sandboxes", json={"templateID": "base"})
+                refused = small.http.post("/v2/sandboxes", json={"templateID": "base"})
                 assert refused.status_code == 507, refused.text
                 assert refused.json()["code"] == 507
                 assert "space" in refused.json()["message"]
-                assert server.ids() == {sandbox.sandbox_id}
-                assert server.leftovers()["folders"] == server.leftovers()["vmms"] == [sandbox.sandbox_id]
+                assert small.ids() == {sandbox.sandbox_id}
+                assert small.leftovers()["folders"] == small.leftovers()["vmms"] == [sandbox.sandbox_id]
                 assert sandbox.is_running()
 
                 assert sandbox.kill()
-                assert server.leftovers() == NOTHING
+                assert small.leftovers() == NOTHING
                 (tmp_path / "filler").unlink()
-                after = server.create()
+                after = small.create()
                 assert after.commands.run("echo works").stdout == "works\n"
         finally:
             subprocess.run(["umount", "--lazy", tmp_path], check=True)
@@ -302,14 +327,9 @@ class TestChurn:
 
     def test_a_delete_during_the_creation(self, server: RealServer) -> None:
         before = server.leftovers()
-        with ThreadPoolExecutor(1) as threads:
-            creating: Future[httpx.Response] = threads.submit(
-                server.http.post, "/v2/sandboxes", json={"templateID": "base"}
-            )
-            (sandbox_id,) = until(lambda: set(server.leftovers()["vmms"]) - set(before["vmms"]), what="a VMM")
-            assert sandbox_id not in server.ids()
+        with creating(server) as (sandbox_id, future):
             assert server.http.delete(f"/sandboxes/{sandbox_id}").status_code == 204
-            answer = creating.result()
+            answer = future.result()
         assert answer.status_code == answer.json()["code"] == 409
         assert server.leftovers() == before
         assert "reason killed" in server.why_ended(sandbox_id)
