@@ -340,7 +340,7 @@ async def test_twenty_cycles_leave_nothing(rig: Rig) -> None:
 
 async def test_info_names_the_driver(rig: Rig) -> None:
     info = await rig.server().info()
-    assert info.driver in ("fake", "qemu")
+    assert info.driver.partition("/")[0] in ("fake", "qemu")
     assert info.version
     assert info.accel
     assert info.cpu

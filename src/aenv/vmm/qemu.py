@@ -19,7 +19,7 @@ from aenv.vmm.jailer import Jailer
 from aenv.vmm.launch import QMP_SOCKET, Output, Program, find_program, spawn
 from aenv.vmm.process import Found, Process, find, mark, read_mark
 from aenv.vmm.protocol import VmHandle, VmmInfo, VmSpec
-from aenv.vmm.qemu_command import TRANSLATION_CACHE_MB
+from aenv.vmm.qemu_command import MACHINE, TRANSLATION_CACHE_MB
 from aenv.vmm.qemu_vm import QemuVm
 
 _CONTROL_DEADLINE = 20.0
@@ -62,7 +62,7 @@ class QemuVmm:
 
     async def info(self) -> VmmInfo:
         host = await self._find_out()
-        return VmmInfo("qemu", host.program.version, host.accel.name, host.cpu)
+        return VmmInfo(f"qemu/{MACHINE}", host.program.version, host.accel.name, host.cpu)
 
     async def boot(self, spec: VmSpec) -> QemuVm:
         return await self._start(replace(spec, memory=None))
