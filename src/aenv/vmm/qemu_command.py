@@ -16,7 +16,7 @@ MEMORY_ID = "ram"
 CONSOLE_BYTES = 64 * 1024
 """Kept of the guest's console, the newest; a power of two, as QEMU demands."""
 MACHINE = 1
-"""The virtual machine that is made here. Raise it with every change that a guest saved before would notice, be it of the
+"""The virtual machine that is made here. Raise it with every change that a guest saved before would notice, of the
 options below or of the addresses in `aenv.network.layout`: a guest saved on another machine is not started."""
 TRANSLATION_CACHE_MB = 128
 """Of QEMU's software CPU. Its default grows to 1 GiB for each VMM."""
