@@ -367,3 +367,17 @@ async def test_what_was_in_flight_when_the_server_died_has_not_happened(node: No
     for each in (runs, rests):
         await each.api("resume", {"timeout": 60}, 201)
         assert await each.kept() == "kept"
+
+
+async def test_a_stop_does_not_wait_for_what_cannot_be_finished(tmp_path: Path) -> None:
+    async with running_node(tmp_path, limits=OrchestratorSettings(kill_deadline=0.5)) as node:
+        one = await guest(node)
+        await one.keep("kept")
+        node.host.faults.append("freeze_hangs")
+        pausing = asyncio.create_task(node.http.post(f"/sandboxes/{one.id}/pause", json={}))
+        await node.host.freezing.wait()
+        async with asyncio.timeout(30):
+            await node.stop()
+        await asyncio.gather(pausing, return_exceptions=True)
+        await node.start()
+        assert (await one.state(), await one.kept()) == ("running", "kept")

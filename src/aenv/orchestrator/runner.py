@@ -214,8 +214,11 @@ class Runner:
         self.go_on(self.run)
 
     async def detach(self) -> None:
-        """The server stops: let go of a running VMM."""
+        """The server stops: let go of a running VMM, and of what is in flight; the next start decides about it."""
         self._disarm()
+        if self._working is not None:
+            self._working.cancel()
+            await asyncio.wait((self._working,))
         self._stop_watching()
         if self.run is not None and self.run.vm is not None:
             await self.run.vm.detach()
