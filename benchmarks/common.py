@@ -3,8 +3,9 @@
 import math
 import os
 import platform
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 
@@ -32,6 +33,22 @@ class Result:
         ordered = sorted(samples)
         p50, p95, p99 = (percentile(ordered, share) for share in (0.50, 0.95, 0.99))
         return cls(name=name, n=len(ordered), p50=p50, p95=p95, p99=p99, unit=unit, goal=goal, met=met)
+
+    @classmethod
+    def goal_of(cls, name: str, samples: Sequence[float], unit: str, *, p50: float, p99: float) -> "Result":
+        """As `of`; the goal is that median and 99th percentile are at most these."""
+        found = cls.of(name, samples, unit)
+        goal, met = f"p50 <= {p50:g}, p99 <= {p99:g} {unit}", found.p50 <= p50 and found.p99 <= p99
+        return replace(found, goal=goal, met=met)
+
+
+def rounds(n: int, *, seconds: float, least: int = 3) -> Iterator[int]:
+    """Count up to `n`, but begin no further round after so many seconds, unless there were fewer than `least`."""
+    end = time.monotonic() + seconds
+    for number in range(max(n, least)):
+        if number >= least and time.monotonic() > end:
+            return
+        yield number
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:

@@ -7,12 +7,13 @@ from collections.abc import Awaitable, Callable
 from aenv.cli.errors import CliError
 from aenv.config import LogSettings
 from aenv.observability import logs
-from benchmarks import boot, proxy, storage
+from benchmarks import boot, proxy, states, storage
 from benchmarks.common import Result, hardware, markdown
 
 SCENARIOS: dict[str, Callable[[int], Awaitable[list[Result]]]] = {
     "boot": boot.run,
     "proxy": proxy.run,
+    "states": states.run,
     "storage": storage.run,
 }
 ALL = ("boot", "proxy")
