@@ -3,17 +3,19 @@
 import asyncio
 import base64
 import gzip
+import itertools
 import json
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 import pytest
 
 from aenv.errors import DeadlineExceeded, GuestError
-from aenv.guest.envd import ENVD_PORT, GuestClient, GuestInit, healthy
+from aenv.guest.envd import CLOCK_EXCHANGE, CLOCK_TRIES, ENVD_PORT, GuestClient, GuestInit, healthy
 
 ADDRESS = "127.88.9.1"
 DONE = b"HTTP/1.1 204 No Content\r\nConnection: close\r\n\r\n"
@@ -38,8 +40,9 @@ class Guest:
 
 
 @asynccontextmanager
-async def guest(*answers: Sequence[bytes] | None) -> AsyncIterator[Guest]:
-    """A guest that gives the answers in turn, piece by piece, the last one again and again. None stays silent."""
+async def guest(*answers: Sequence[bytes | float] | None) -> AsyncIterator[Guest]:
+    """A guest that gives the answers in turn, piece by piece, the last one again and again. None stays silent; a number
+    is seconds until the next piece."""
     asked = Guest()
     over = asyncio.Event()
 
@@ -53,9 +56,12 @@ async def guest(*answers: Sequence[bytes] | None) -> AsyncIterator[Guest]:
         if answer is None:
             await over.wait()
         for piece in answer or ():
-            writer.write(piece)
-            await writer.drain()
-            await asyncio.sleep(0)
+            if isinstance(piece, float):
+                await asyncio.sleep(piece)
+            else:
+                writer.write(piece)
+                await writer.drain()
+                await asyncio.sleep(0)
         writer.close()
 
     async with await asyncio.start_server(serve, ADDRESS, ENVD_PORT):
@@ -135,11 +141,29 @@ async def test_health_is_any_success() -> None:
 async def test_a_greeting_is_repeated_until_it_is_answered_each_time_with_fresh_entropy(client: GuestClient) -> None:
     async with guest([], [b"HTTP/1.1 "], [DONE]) as asked:
         await client.greet(ADDRESS, INIT, "old", deadline=10)
-    assert len(asked.heads) == 3
-    assert all(b"\r\nX-Access-Token: old\r\n" in head for head in asked.heads)
-    assert {body["generation"] for body in asked.bodies} == {"g1"}
-    assert {len(base64.b64decode(body["entropy"])) for body in asked.bodies} == {64}
-    assert len({body["entropy"] for body in asked.bodies}) == 3
+    bodies = greetings(asked)
+    assert len(bodies) == 3
+    assert all(b"\r\nX-Access-Token: old\r\n" in head for head in asked.heads[:3])
+    assert {body["generation"] for body in bodies} == {"g1"}
+    assert {len(base64.b64decode(body["entropy"])) for body in bodies} == {64}
+    assert len({body["entropy"] for body in bodies}) == 3
+
+
+def greetings(asked: Guest) -> list[Any]:
+    """Without those that say the time alone, which a busy machine may need."""
+    return [body for body in asked.bodies if "generation" in body]
+
+
+async def test_a_guest_that_answers_late_is_told_the_time_again(client: GuestClient) -> None:
+    """Its clock was set somewhere between the question and the answer."""
+    late = 2 * CLOCK_EXCHANGE
+    async with guest([late, DONE]) as asked:
+        await client.greet(ADDRESS, INIT, "old", deadline=10)
+    assert len(greetings(asked)) == 1
+    assert [list(body) for body in asked.bodies[1:]] == [["timestamp"]] * CLOCK_TRIES
+    assert all(b"\r\nX-Access-Token: new\r\n" in head for head in asked.heads[1:])
+    said = [datetime.fromisoformat(body["timestamp"]) for body in asked.bodies]
+    assert all((after - before).total_seconds() >= late for before, after in itertools.pairwise(said))
 
 
 async def test_a_greeting_waits_for_a_guest_that_does_not_listen_yet(client: GuestClient) -> None:
@@ -147,7 +171,7 @@ async def test_a_greeting_waits_for_a_guest_that_does_not_listen_yet(client: Gue
     await asyncio.sleep(0)
     async with guest([DONE]) as asked:
         await greeting
-    assert len(asked.heads) == 1
+    assert len(greetings(asked)) == 1
 
 
 async def test_a_guest_that_takes_no_connection_costs_a_bounded_number_of_them(client: GuestClient) -> None:

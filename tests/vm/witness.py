@@ -137,7 +137,8 @@ class Witness:
     def start(cls, server: RealServer, sandbox: Sandbox, *, memory: int = 8 << 20, timer: float = 5.0) -> "Witness":
         """Start the process and return when it answers. `memory` in bytes; `timer` in seconds from `arm`."""
         sandbox.files.write("witness.py", PROGRAM)
-        sandbox.commands.run(f"exec python3 witness.py {memory} {timer}", background=True, timeout=0)
+        command = f"exec python3 witness.py {memory} {timer}"
+        sandbox.commands.run(command, background=True, timeout=0, user="root", cwd="/home/user")
         made = cls(server, sandbox.sandbox_id)
         until(lambda: server.http.get("/time", headers=made._headers).status_code == 200, 60, "the witness")
         return made

@@ -73,8 +73,8 @@ pub fn userland() -> Result<(), BootError> {
         let _ = symlink(target, link);
     }
     directory("/run/lock", 0o1777);
-    // Only the host's messages to root: what the sandbox's users may see of them is in their environment.
-    directory("/run/aenv", 0o700);
+    // Programs of every user can see here that they are a new copy.
+    directory("/run/aenv", 0o755);
     directory("/tmp", 0o1777);
     Ok(())
 }
