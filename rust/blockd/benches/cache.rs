@@ -5,11 +5,14 @@
 #![allow(clippy::expect_used)]
 
 use std::hint::black_box;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use blockd::cache::{Cache, CacheOptions, LayerSource, RemoteLayer, BLOCK};
 use cache_common::{content, settle, Server};
 use overlaybd::{ByteSource, FileSource};
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 
 #[path = "../tests/cache_common/mod.rs"]
 mod cache_common;
@@ -41,14 +44,46 @@ fn random(source: &dyn ByteSource, len: usize, align: usize, rounds: u32) -> (Du
     (started.elapsed() / rounds, (cpu() - before) / rounds)
 }
 
+/// Reads a layer of an origin behind TLS: wall time, and CPU time of the whole process.
+fn over_tls(whole: &mut [u8]) -> (Duration, Duration) {
+    let pem = |name| std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/tls").join(name);
+    let certificate = CertificateDer::from_pem_file(pem("certificate.pem")).expect("certificate");
+    let key = PrivateKeyDer::from_pem_file(pem("key.pem")).expect("key");
+    let config = rustls::ServerConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
+        .with_safe_default_protocol_versions()
+        .expect("versions")
+        .with_no_client_auth()
+        .with_single_cert(vec![certificate], key)
+        .expect("a pair");
+    let server = Server::tls(content(SIZE), Arc::new(config));
+    // There are no other threads that could look at the environment.
+    std::env::set_var("SSL_CERT_FILE", pem("certificate.pem"));
+    let dir = tempfile::tempdir().expect("directory");
+    let cache = Cache::open(CacheOptions::new(dir.path(), 256 << 20)).expect("cache");
+    let url = format!("https://127.0.0.1:{}/layer", server.port);
+    let layer = cache.open_layer(RemoteLayer::new(url, SIZE as u64)).expect("layer");
+    let spent = || {
+        let used = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
+        Duration::new(used.tv_sec as u64, used.tv_nsec as u32)
+    };
+    let (started, before) = (Instant::now(), spent());
+    layer.read_exact_at(whole, 0).expect("read");
+    (started.elapsed(), spent() - before)
+}
+
 fn main() {
     if std::env::args().any(|argument| argument == "--test") {
         return;
     }
+    let mut whole = vec![0; SIZE];
+    let (wall, spent) = over_tls(&mut whole);
+    println!(
+        "cold, 64 MiB over TLS                    {:8.0} MiB/s   CPU of both ends {spent:.2?}",
+        64.0 / wall.as_secs_f64()
+    );
     let server = Server::new(content(SIZE));
     let dir = tempfile::tempdir().expect("directory");
     let (cache, layer) = open(dir.path(), &server);
-    let mut whole = vec![0; SIZE];
     let started = Instant::now();
     layer.read_exact_at(&mut whole, 0).expect("read");
     let rate = SIZE as f64 / started.elapsed().as_secs_f64() / f64::from(1 << 20);
