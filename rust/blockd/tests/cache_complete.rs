@@ -5,7 +5,7 @@
 mod cache_common;
 
 use blockd::cache::{Cache, CompleteError, LayerSource, RemoteLayer};
-use cache_common::{cache, content, open, read, settle, Act, Server, BLOCK_LEN};
+use cache_common::{cache, content, open, patient, read, settle, Act, Server, BLOCK_LEN};
 use overlaybd::{sha256, ByteSource, Digest, MemorySource};
 
 const SIZE: usize = 20 * BLOCK_LEN + 123;
@@ -63,7 +63,7 @@ fn eventually(what: impl Fn() -> bool) {
 fn an_open_layer_is_completed_in_the_background_and_a_closed_one_is_not() {
     let dir = tempfile::tempdir().unwrap();
     let server = Server::new(content(SIZE));
-    let cache = cache(&dir.path().join("cache"), 8 * BLOCK_LEN as u64);
+    let cache = patient(&dir.path().join("cache"), 8 * BLOCK_LEN as u64);
     let [closed, kept] = ["closed", "kept"].map(|name| {
         let path = Some(dir.path().join(name));
         let layer = remote(&cache, RemoteLayer { path, ..with_digest(&server, digest_of(&server)) });

@@ -8,7 +8,7 @@ use std::fs::OpenOptions;
 use std::os::unix::fs::FileExt;
 
 use blockd::cache::{Cache, LayerSource, OpenCacheError, RemoteLayer};
-use cache_common::{cache, content, disk_usage, open, read, settle, Act, Server, BLOCK_LEN};
+use cache_common::{content, disk_usage, open, patient as cache, read, settle, Act, Server, BLOCK_LEN};
 use overlaybd::ByteSource;
 
 const LIMIT: u64 = 64 << 20;

@@ -315,6 +315,14 @@ pub fn cache(dir: &Path, limit: u64) -> Cache {
     Cache::open(options(dir, limit)).unwrap()
 }
 
+/// A cache for tests in which nothing fails: on a busy machine everything may take long.
+pub fn patient(dir: &Path, limit: u64) -> Cache {
+    let mut options = options(dir, limit);
+    options.origin.stall_timeout = Duration::from_secs(20);
+    options.origin.budget = Duration::from_secs(60);
+    Cache::open(options).unwrap()
+}
+
 pub fn open(cache: &Cache, server: &Server) -> LayerSource {
     cache.open_layer(RemoteLayer::new(server.url("/layer"), server.shared.content.len() as u64)).unwrap()
 }
