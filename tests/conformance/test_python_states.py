@@ -27,8 +27,8 @@ def created(server: RealServer, **options: object) -> Iterator[Sandbox]:
         sandbox.kill()
 
 
-def output(sandbox: Sandbox, command: str, user: str = "user") -> str:
-    return sandbox.commands.run(command, user=user).stdout.strip()
+def output(sandbox: Sandbox, command: str) -> str:
+    return sandbox.commands.run(command).stdout.strip()
 
 
 def boot_id(sandbox: Sandbox) -> str:
@@ -200,7 +200,7 @@ def test_children_of_a_fork_are_independent(server: RealServer) -> None:
             assert child.files.read("own") == str(number)
         assert not source.files.exists("own")
         for command in ("cat /proc/sys/kernel/random/uuid", "hostname", "cat /run/aenv/generation"):
-            assert len({output(sandbox, command, user="root") for sandbox in everybody}) == 4, command
+            assert len({output(sandbox, command) for sandbox in everybody}) == 4, command
         details = [server.http.get(f"/sandboxes/{made.sandbox_id}").json() for made in everybody]
         assert len({detail["envdAccessToken"] for detail in details}) == 4
         assert [detail.get("parentID") for detail in details] == [None, *[source.sandbox_id] * 3]
