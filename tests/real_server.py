@@ -193,7 +193,9 @@ class RealServer:
             "vmms": sorted(found.sandbox_id.partition(".")[0] for found in find(self.home)),
             "folders": sorted(path.name for path in folders.iterdir()) if folders.exists() else [],
             "disks": sorted(name.partition(".")[0] for name in attached_disks(self.home)),
-            "cgroups": sorted(path.name for path in root.iterdir() if path.is_dir()) if root and root.exists() else [],
+            "cgroups": sorted(path.name.partition(".")[0] for path in root.iterdir() if path.is_dir())
+            if root and root.exists()
+            else [],
         }
 
     def slots(self) -> dict[str, list[str]]:

@@ -112,12 +112,11 @@ class Operations:
             assert record.rest is not None
             folder = self._launcher.directory(record.id) / record.rest.folder
             source = await asyncio.to_thread(read, folder)
-            fresh = replace(record, generation=uuid.uuid4().hex, launches=record.launches + 1)
+            fresh = _launched_again(runner)
             run = await self._start(runner, fresh, source, boot=not memory)
             runner.record = replace(
                 runner.record,
                 generation=fresh.generation,
-                launches=fresh.launches,
                 rest=None,
                 end_at=datetime.now(UTC) + timedelta(seconds=seconds),
             )
@@ -149,8 +148,7 @@ class Operations:
         """Replace what it is by `source`."""
 
         async def job(runner: Runner) -> Event:
-            record = runner.record
-            fresh = replace(record, generation=uuid.uuid4().hex, launches=record.launches + 1)
+            record, fresh = runner.record, _launched_again(runner)
             if record.rest is not None:
                 directory = self._launcher.directory(record.id)
                 folder = directory / f"paused-{uuid.uuid4().hex[:12]}"
@@ -167,7 +165,7 @@ class Operations:
             except BaseException:
                 await going_on(before.vm)
                 raise
-            runner.record = replace(runner.record, generation=fresh.generation, launches=fresh.launches)
+            runner.record = replace(runner.record, generation=fresh.generation)
             runner.go_on(run)
             return RolledBack()
 
@@ -266,6 +264,12 @@ class Operations:
         if rest is not None and runner.record.rest == rest:
             with suppress(InfrastructureError):
                 await runner.write(replace(runner.record, rest=replace(rest, durable=True)))
+
+
+def _launched_again(runner: Runner) -> Record:
+    """The record of its next launch. One that fails counts: it may still hold its folder when the next one begins."""
+    runner.record = replace(runner.record, launches=runner.record.launches + 1)
+    return replace(runner.record, generation=uuid.uuid4().hex)
 
 
 def _running(runner: Runner) -> Run:

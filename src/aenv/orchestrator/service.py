@@ -275,7 +275,8 @@ class Orchestrator:
             raise BadRequest(f"count must be 1 to {most} (orchestrator.max_fork_count), not {count}")
         self._check_open()
         runner = await self._settled(sandbox_id)
-        source = self._launcher.directory(sandbox_id) / f"fork-{uuid.uuid4().hex[:12]}"
+        # Beside the sandbox's own folder: it may end while its children start.
+        source = self._settings.sandboxes_dir / f"fork-{uuid.uuid4().hex[:12]}"
         try:
             await runner.carry_out(ForkRequested(f"{count} children"), self._do.capture(source))
             checkpoint = await asyncio.to_thread(read, source)
