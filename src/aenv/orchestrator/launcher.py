@@ -1,6 +1,7 @@
 """Launches, adoption and release: the only code that makes and gives back what a run holds."""
 
 import asyncio
+import errno
 import shutil
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager, suppress
@@ -264,7 +265,9 @@ class Launcher:
             try:
                 await to_its_end(run.begin_with, source, memory=memory)
             except OSError as error:
-                raise InsufficientStorage(f"cannot make {run.directory}: {error}") from error
+                full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+                kind = InsufficientStorage if full else InfrastructureError
+                raise kind(f"cannot make {run.directory}: {error}") from error
             stack = Stack(layers=tuple(run.disk), size=run.disk_size)
             return await self._images.attach(stack, run.directory, self._uid(run.slot))
 
