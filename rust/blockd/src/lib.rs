@@ -15,6 +15,7 @@ pub mod daemon;
 pub mod error;
 pub mod fuse;
 pub mod image;
+pub mod memory;
 pub mod origin;
 pub mod privileges;
 pub mod ublk;

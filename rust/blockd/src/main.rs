@@ -3,8 +3,10 @@
 use std::process::ExitCode;
 
 use blockd::daemon::{self, Options};
+use blockd::memory;
 
 fn main() -> ExitCode {
+    memory::set_up();
     let options = match Options::parse(std::env::args_os().skip(1)) {
         Ok(Some(options)) => options,
         Ok(None) => {
