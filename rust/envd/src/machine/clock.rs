@@ -6,21 +6,30 @@ use nix::time::{clock_gettime, clock_settime, ClockId};
 /// Smaller differences are left alone: the host's message takes about as long, and stepping disturbs timers.
 const TOLERANCE_NS: i128 = 20_000_000;
 
+/// How far a repeated message may lie behind and still be a late one rather than a clock that is ahead.
+const LATE_NS: i128 = 5_000_000_000;
+
 const NS: i128 = 1_000_000_000;
 
-/// Sets the clock to `unix_ns` if it is off by more than 20 ms.
+/// Sets the clock to `unix_ns` if it is off by more than 20 ms. What is `repeated` tells the same guest the time once more: as the
+/// message was on its way for a while, it can only show that the clock is late, and the quickest of several decides.
 ///
 /// # Errors
 /// Those of reading or setting the clock.
-pub fn step_to(unix_ns: i128) -> nix::Result<()> {
+pub fn step_to(unix_ns: i128, repeated: bool) -> nix::Result<()> {
     let now = clock_gettime(ClockId::CLOCK_REALTIME)?;
     let difference = unix_ns - (i128::from(now.tv_sec()) * NS + i128::from(now.tv_nsec()));
-    if difference.abs() <= TOLERANCE_NS {
+    if is_right(difference, repeated) {
         return Ok(());
     }
     let seconds = i64::try_from(unix_ns.div_euclid(NS)).map_err(|_| nix::errno::Errno::EINVAL)?;
     let nanoseconds = i64::try_from(unix_ns.rem_euclid(NS)).map_err(|_| nix::errno::Errno::EINVAL)?;
     clock_settime(ClockId::CLOCK_REALTIME, TimeSpec::new(seconds, nanoseconds))
+}
+
+/// Whether a clock that a message says is `difference` nanoseconds late can stay.
+fn is_right(difference: i128, repeated: bool) -> bool {
+    difference.abs() <= TOLERANCE_NS || (repeated && (-LATE_NS..0).contains(&difference))
 }
 
 /// Nanoseconds of unix time of an RFC 3339 timestamp; `None` when it is not one.
@@ -75,6 +84,16 @@ fn days_from_epoch(year: i64, month: i64, day: i64) -> i64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_repeated_message_that_was_slow_does_not_put_the_clock_back() {
+        let ms = |count: i128| count * 1_000_000;
+        for repeated in [false, true] {
+            assert!(is_right(ms(10), repeated) && is_right(ms(-10), repeated));
+            assert!(!is_right(ms(100), repeated) && !is_right(ms(-10_000), repeated));
+            assert_eq!(is_right(ms(-200), repeated), repeated);
+        }
+    }
 
     #[test]
     fn reads_timestamps() {

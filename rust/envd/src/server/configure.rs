@@ -75,7 +75,12 @@ pub fn apply(body: &[u8], state: &State) -> Result<Rest, HttpError> {
     };
     let change = MachineChange::parse(&configuration).map_err(bad)?;
     if let Some(machine) = &state.machine {
-        change.apply(machine).map_err(|message| HttpError::new(StatusCode::INTERNAL_SERVER_ERROR, message))?;
+        let repeated = state.with_settings(|settings| {
+            settings.generation.is_some() && [&None, &settings.generation].contains(&&configuration.generation)
+        });
+        change
+            .apply(machine, repeated)
+            .map_err(|message| HttpError::new(StatusCode::INTERNAL_SERVER_ERROR, message))?;
     }
     let ports = change.ports;
     let non_empty = |text: &String| !text.is_empty();
@@ -198,9 +203,9 @@ impl<'a> MachineChange<'a> {
     }
 
     /// The clock first, because it goes stale while we work.
-    fn apply(&self, machine: &Machine) -> Result<(), String> {
+    fn apply(&self, machine: &Machine, repeated: bool) -> Result<(), String> {
         if let Some(unix_ns) = self.unix_ns {
-            clock::step_to(unix_ns).map_err(|error| format!("cannot set the clock: {error}"))?;
+            clock::step_to(unix_ns, repeated).map_err(|error| format!("cannot set the clock: {error}"))?;
         }
         if let Some(bytes) = &self.entropy {
             machine.entropy.reseed(bytes).map_err(|error| format!("cannot reseed the random generator: {error}"))?;
