@@ -26,7 +26,7 @@ from e2b import Sandbox
 from witness import Witness
 
 from aenv.images.daemon import Places
-from aenv.vmm.process import find
+from aenv.vmm.process import find, read_start_time
 from real_server import NOTHING, RealServer, needs_node, real_server, until
 
 pytestmark = [pytest.mark.vm, needs_node, pytest.mark.timeout(240)]
@@ -66,9 +66,7 @@ def kill_server(server: RealServer, _: str) -> None:
 
 
 def kill_data_plane(server: RealServer, _: str) -> None:
-    identity = json.loads(Places.of_home(server.home).pid_file.read_text())
-    with suppress(ProcessLookupError):
-        os.kill(identity["pid"], signal.SIGKILL)
+    kill(json.loads(Places.of_home(server.home).pid_file.read_text())["pid"])
 
 
 def kill_vmm(server: RealServer, sandbox_id: str) -> None:
@@ -76,8 +74,14 @@ def kill_vmm(server: RealServer, sandbox_id: str) -> None:
     found = find(server.home)
     own = [one for one in found if one.sandbox_id.partition(".")[0] == sandbox_id] or found
     if own:
-        with suppress(ProcessLookupError):
-            os.kill(max(own, key=lambda one: one.handle.start_time).handle.pid, signal.SIGKILL)
+        kill(max(own, key=lambda one: one.handle.start_time).handle.pid)
+
+
+def kill(pid: int) -> None:
+    """Return when it is dead."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: read_start_time(pid) is None, what="the death")
 
 
 @dataclass
