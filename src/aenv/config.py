@@ -117,8 +117,8 @@ class NetworkSettings:
     cidr: Annotated[str, Rule("an IPv4 network from /14 to /30, such as 10.213.0.0/16", _is_ipv4_network)] = (
         "10.213.0.0/16"
     )
-    pool_size: Annotated[int, between(0, 100_000)] = 4
-    """Slots kept ready beyond those in use."""
+    pool_size: Annotated[int, between(0, 100_000)] = 16
+    """Slots kept ready beyond those in use: as many as a fork takes at once."""
     max_slots: Count = 1000
     dns_upstream: tuple[str, ...] = ()
     """Upstream resolvers; the host's own when empty."""

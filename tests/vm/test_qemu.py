@@ -14,10 +14,10 @@ import pytest
 from aenv.config import VmmSettings
 from aenv.errors import VmmError
 from aenv.guest.provision import GuestBundle
-from aenv.vmm import cgroup, jail
+from aenv.vmm import cgroup, jail, qemu_vm
 from aenv.vmm.accel import PROBE_DEADLINE, AccelProver, try_kvm
 from aenv.vmm.launch import QMP_SOCKET, find_program
-from aenv.vmm.process import Process, mark, read_mark, read_start_time
+from aenv.vmm.process import NICE, Process, mark, read_mark, read_start_time
 from aenv.vmm.protocol import VmHandle
 from aenv.vmm.qemu import QemuVmm
 from aenv.vmm.qemu_command import CONSOLE_BYTES
@@ -130,10 +130,22 @@ class TestJail:
         assert limits["Max core file size"] == "0"
         assert int(limits["Max file size"]) < 128 << 20
         assert proc(vm, "oom_score_adj").read_text().strip() == "500"
-        assert os.getpriority(os.PRIO_PROCESS, vm.handle.pid) == os.getpriority(os.PRIO_PROCESS, 0) + 5
-        if proc(vm, "autogroup").exists():
-            assert proc(vm, "autogroup").read_text().split()[-2:] == ["nice", "5"]
         assert os.getsid(vm.handle.pid) == vm.handle.pid
+
+    async def test_it_comes_second_once_it_has_had_its_start(
+        self, place: Lab, vmm: QemuVmm, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(qemu_vm, "_HEAD_START", 0.5)
+        vm = await vmm.boot(place.spec("sb"))
+        pid = vm.handle.pid
+        threads = [int(task) for task in os.listdir(f"/proc/{pid}/task")]  # noqa: PTH208
+        assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {os.getpriority(os.PRIO_PROCESS, 0)}
+        async with asyncio.timeout(30):
+            while os.getpriority(os.PRIO_PROCESS, pid) != NICE:  # noqa: ASYNC110 (the kernel tells nobody)
+                await asyncio.sleep(0.05)
+        assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {NICE}
+        if proc(vm, "autogroup").exists():
+            assert proc(vm, "autogroup").read_text().split()[-2:] == ["nice", str(NICE)]
 
     async def test_the_mark_names_home_and_sandbox(self, place: Lab, vmm: QemuVmm) -> None:
         vm = await vmm.boot(place.spec("sb"))

@@ -27,6 +27,10 @@ from aenv.network.upstream import Upstream
 ACQUIRE_SECONDS = 30.0
 RELEASE_SECONDS = 5.0
 GUARD_SECONDS = 5.0
+LULL_SECONDS = 0.3
+"""Without an acquire, before spare slots are made: a launch that has just got its own is not slowed down by that."""
+AT_LEAST = 2
+"""Spare slots (or all, if fewer are kept) that are made at once all the same."""
 FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 0.5, 30.0
 
 T = TypeVar("T")
@@ -71,6 +75,7 @@ class SlotPool:
         self._wanted = asyncio.Event()
         self._returned = asyncio.Event()
         self._closing = asyncio.Event()
+        self._last_take = 0.0
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, in_use: Mapping[int, EgressPolicy]) -> None:
@@ -158,6 +163,7 @@ class SlotPool:
             raise TooManyRequests(
                 f"all {self._limit} network slots of this node are in use; end a sandbox or raise network.max_slots"
             )
+        self._last_take = asyncio.get_running_loop().time()
         self._wanted.set()
         if self._idle:
             return self._lease(self._idle.popleft())
@@ -216,6 +222,12 @@ class SlotPool:
             index = self._next_index()
             if index is None or len(self._idle) >= min(self._spare + len(self._waiters), room):
                 await self._wanted.wait()
+                continue
+            lull = self._last_take + LULL_SECONDS - asyncio.get_running_loop().time()
+            if lull > 0 and not self._waiters and len(self._idle) >= min(AT_LEAST, self._spare):
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(lull):
+                        await self._wanted.wait()
                 continue
             try:
                 sockets = await self._in(self._changes, self._slots.create, index, _OPEN)

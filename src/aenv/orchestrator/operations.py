@@ -122,6 +122,7 @@ class Operations:
             )
             runner.go_on(run)
             runner.later(_removed(runner, folder))
+            runner.later(self._shorten(runner, run))
             return Resumed()
 
         return job
@@ -167,6 +168,7 @@ class Operations:
                 raise
             runner.record = replace(runner.record, generation=fresh.generation)
             runner.go_on(run)
+            runner.later(self._shorten(runner, run))
             return RolledBack()
 
         return job

@@ -14,7 +14,6 @@ client's (CLONE_PARENT), who waits for them. A VMM that cannot be shut in prints
 # System calls, on paths of other processes' namespaces: pathlib would hide them.
 # ruff: noqa: PTH101, PTH103, PTH116, PTH120, PTH123, PTH211
 
-import contextlib
 import ctypes
 import errno
 import fcntl
@@ -90,7 +89,6 @@ def parameters(
     tap: tuple[str, str] | None,
     cgroup: str | None,
     max_file_size: int,
-    nice: int,
     oom_score_adj: int,
 ) -> bytes:
     """A request: what to execute, the root (see `build_root`), netns and name of the tap, limits (bytes)."""
@@ -184,10 +182,6 @@ def become_vmm(jail: dict[str, Any]) -> None:
     os.umask(0o022)
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write(str(jail["oom_score_adj"]))
-    os.nice(jail["nice"])
-    # Of its own session, which is what counts where the kernel schedules by session (sched_autogroup).
-    with contextlib.suppress(OSError), open("/proc/self/autogroup", "w") as file:
-        file.write(str(jail["nice"]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (jail["max_file_size"], jail["max_file_size"]))
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))

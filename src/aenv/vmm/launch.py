@@ -186,9 +186,8 @@ def _start(
         tap=tap,
         cgroup=None if cgroup is None else str(cgroup),
         max_file_size=max_file_size,
-        # A guest goes before the server does, when the host runs out of memory or of CPU time.
+        # A guest goes before the server does, when the host runs out of memory.
         oom_score_adj=500,
-        nice=5,
     )
     return jailer.spawn(request, output=output.fd, listen=listen_fd)
 

@@ -58,6 +58,10 @@ def read_mark(pid: int) -> str | None:
     return None
 
 
+NICE = 5
+"""Of a VMM that came second, see `Process.step_back`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """A VMM of some home, found by scanning."""
@@ -133,6 +137,16 @@ class Process:
     async def wait(self) -> None:
         """Return when it has ended."""
         await self._ended.wait()
+
+    def step_back(self) -> None:
+        """Let it come second to the server when there is not CPU time for all."""
+        if self.ended or self._pidfd < 0:
+            return
+        with contextlib.suppress(OSError):  # it may be ending
+            for thread in (PROC / str(self.handle.pid) / "task").iterdir():
+                os.setpriority(os.PRIO_PROCESS, int(thread.name), NICE)
+            # Of its session, which is what counts where the kernel schedules by session (sched_autogroup).
+            (PROC / str(self.handle.pid) / "autogroup").write_text(str(NICE))
 
     async def kill(self, deadline: float) -> None:
         """SIGKILL, and wait for the end. Raises DeadlineExceeded."""

@@ -24,6 +24,9 @@ _LAST_WORDS_DEADLINE = 2.0
 """Seconds to fetch the console of a guest that ended, before its VMM is killed."""
 _LAST_WORDS = 3
 """Lines."""
+_HEAD_START = 2.0
+"""Seconds for which a guest that has just begun to run competes with the server on equal terms: somebody waits for it.
+After that it comes second, so that busy guests never starve the server."""
 
 Phase = Literal["waiting", "frozen", "running", "unsure"]
 _PHASES: dict[str, Phase] = {"inmigrate": "waiting", "paused": "frozen", "running": "running"}
@@ -62,6 +65,7 @@ class QemuVm:
         self._memory: GuestMemory | None = None
         self._loaded = asyncio.Event()
         self._reason: str | None = None
+        self._stepping_back: asyncio.TimerHandle | None = None
         self._attention = asyncio.Event()
         self._exit: asyncio.Future[VmExit] = asyncio.get_running_loop().create_future()
         self._watcher: asyncio.Task[None] = asyncio.create_task(self._watch(), name=f"vmm-{process.handle.pid}")
@@ -76,6 +80,8 @@ class QemuVm:
             reason = _DEAD_STATES.get(state, f"the VMM is in the state {state[:40]!r}")
             self._die(reason)
             raise VmmError(reason)
+        if self._phase == "running":
+            self._step_back_later()
         return self._phase
 
     async def load(self, state: bytes) -> None:
@@ -108,6 +114,7 @@ class QemuVm:
             self._phase = "unsure"
             await self._execute("cont")
             self._phase = "running"
+            self._step_back_later()
 
     async def save(self) -> bytes:
         self._expect("frozen", to="save")
@@ -259,7 +266,14 @@ class QemuVm:
         if isinstance(status, dict) and (reason := _DEAD_STATES.get(str(status.get("status")))):
             self._die(reason)
 
+    def _step_back_later(self) -> None:
+        if self._stepping_back is None:
+            step_back = self._process.step_back
+            self._stepping_back = asyncio.get_running_loop().call_later(_HEAD_START, step_back)
+
     async def _release(self) -> None:
+        if self._stepping_back is not None:
+            self._stepping_back.cancel()
         if self._qmp is not None:
             await self._qmp.aclose()
         self._process.close()
