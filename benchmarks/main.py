@@ -1,6 +1,7 @@
 """Which scenario is which, and the table they end in."""
 
 import asyncio
+import signal
 import sys
 from collections.abc import Awaitable, Callable
 
@@ -30,11 +31,17 @@ def run(scenario: str, n: int) -> None:
     logs.configure(LogSettings(level="warning"))
     sys.stdout.write(f"{hardware()}\n")
     for name, measure in chosen.items():
-        results = asyncio.run(measure_one(measure, n))
+        try:
+            results = asyncio.run(measure_one(measure, n))
+        except asyncio.CancelledError:
+            raise CliError(f"{name} was ended by SIGTERM") from None
         sys.stdout.write(f"\n### {name}\n\n{markdown(results)}\n")
         sys.stdout.flush()
 
 
 async def measure_one(measure: Callable[[int], Awaitable[list[Result]]], n: int) -> list[Result]:
-    """`measure(n)` as a coroutine that asyncio.run accepts."""
+    """`measure(n)`; a SIGTERM ends it as a Ctrl-C does, with what it made cleaned up."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     return await measure(n)

@@ -65,7 +65,7 @@ async def _pauses_much(_node: Node, client: Client, n: int) -> list[Result]:
 async def _pauses_disk(_node: Node, client: Client, n: int) -> list[Result]:
     """A tenth: each sample is a sandbox of its own that writes 1 GiB and syncs it, with 512 MiB of memory."""
     pauses, stops = [], []
-    for _ in rounds(n // 10, seconds=90):
+    for _ in rounds(n // 10, seconds=70):
         async with client.sandbox() as sandbox:
             agent = await started(client, sandbox)
             await agent.write_disk(ON_DISK)
@@ -86,7 +86,7 @@ async def _stops(_node: Node, client: Client, n: int) -> list[Result]:
     silences: dict[str, list[float]] = {"snapshot": [], "fork": []}
     async with client.sandbox() as sandbox:
         agent, name = await started(client, sandbox), sandbox["sandboxID"]
-        for turn in rounds(n, seconds=100):
+        for turn in rounds(n, seconds=80):
             await agent.write_memory(MUCH)
             what = ("snapshot", "fork")[turn % 2]
             async with agent.beats() as beats:

@@ -112,7 +112,7 @@ async def _creates(node: Node, client: Client, n: int) -> list[Result]:
 
 async def _outputs(_node: Node, client: Client, n: int) -> list[Result]:
     took: dict[str, list[float]] = {LOGIN_SHELL[0]: [], ECHO[0]: []}
-    for _ in rounds(n, seconds=70):
+    for _ in rounds(n, seconds=60):
         for argv in (LOGIN_SHELL, ECHO):
             began = time.perf_counter()
             async with client.sandbox() as sandbox:
@@ -129,7 +129,7 @@ async def _outputs(_node: Node, client: Client, n: int) -> list[Result]:
 async def _standbys(_node: Node, client: Client, n: int) -> list[Result]:
     """Two creates in a row: the first one meets the ready guest, the second the prepared VMM."""
     kinds: dict[str, list[float]] = {"ready": [], "prepared": [], "none": []}
-    for _ in rounds(n, seconds=100):
+    for _ in rounds(n, seconds=60):
         await asyncio.sleep(0.5)  # a server tells nobody that its stock is full again
         made = [await client.create() for _ in range(2)]
         for created in made:
