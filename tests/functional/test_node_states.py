@@ -17,6 +17,7 @@ from node_harness import NOTHING, Node, needs_root, rows, running_node, until
 from aenv.config import OrchestratorSettings
 from aenv.lifecycle.events import PauseRequested, ResumeRequested
 from aenv.lifecycle.machine import step
+from aenv.orchestrator import capture
 
 pytestmark = needs_root
 
@@ -402,3 +403,21 @@ async def test_a_stop_does_not_wait_for_what_cannot_be_finished(tmp_path: Path) 
         await asyncio.gather(pausing, return_exceptions=True)
         await node.start()
         assert (await one.state(), await one.kept()) == ("running", "kept")
+
+
+async def test_a_guest_that_brings_nothing_to_its_disk_is_paused_without_memory_only_at_its_end(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capture, "SYNC_DEADLINE", 0.2)
+    one = await guest(node, autoPause=True, autoPauseMemory=False)
+    node.host.of(one.id).guest.freeze()  # its daemon answers nobody any more
+    refused = await one.api("pause", {"memory": False}, 500)
+    assert "pause it with its memory" in refused["message"]
+    assert await one.state() == "running"
+    await one.api("timeout", {"timeout": 0}, 204)
+
+    async def paused() -> bool:
+        return await one.state() == "paused"
+
+    await until(paused)
+    assert (await one.detail())["pauseMode"] == "filesystem"

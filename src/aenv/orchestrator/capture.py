@@ -10,7 +10,7 @@ from pathlib import Path
 
 import structlog
 
-from aenv.errors import AenvError, InfrastructureError
+from aenv.errors import AenvError, GuestError, InfrastructureError
 from aenv.guest.envd import GuestClient
 from aenv.images.protocol import GuestMemory, ImageStore, Stack
 from aenv.orchestrator.run import Run
@@ -96,14 +96,22 @@ class Capturer:
         )
         return saving.result()
 
-    async def disk(self, run: Run, folder: Path, *, token: str | None, thaw: bool) -> Checkpoint:
-        """Its files alone, after the guest was asked to write out what it still holds back; else as `full`."""
+    async def disk(self, run: Run, folder: Path, *, token: str | None, thaw: bool, forced: bool) -> Checkpoint:
+        """Its files alone, once the guest has written out what it still held back; else as `full`.
+
+        Raises GuestError if it does not do so. `forced`: one that does not loses that, as a machine that is switched
+        off; or a hostile guest could put off its pause for ever.
+        """
         vm = await self._prepared(run)
         assert run.slot is not None
         try:
             await self._guest.sync(run.slot.address, token, SYNC_DEADLINE)
         except AenvError as error:
-            # A guest that does not answer loses what it has not written, as a machine that is switched off.
+            if not forced:
+                raise GuestError(
+                    f"the guest does not bring its files to its disk: {error.message}; pause it with its memory, which "
+                    "needs nothing of the guest"
+                ) from error
             log.warning("capture.not_synced", run=run.name, error=error.message)
         frozen_at = time.perf_counter()
         try:

@@ -96,7 +96,7 @@ class Operations:
             record, run = runner.record, _running(runner)
             keep = record.spec.keep_memory if memory is None else memory
             folder = self._launcher.directory(record.id) / f"paused-{uuid.uuid4().hex[:12]}"
-            made = await self._capture(record, run, folder, memory=keep, thaw=False)
+            made = await self._capture(record, run, folder, memory=keep, thaw=False, forced=memory is None)
             rest = Rest(folder=folder.name, mode="full" if keep else "filesystem", boot_id=host_boot_id())
             runner.record = replace(runner.record, run=None, rest=rest, timings=dict(run.timings))
             runner.later(self.make_durable(runner, made))
@@ -237,12 +237,14 @@ class Operations:
         except AenvError as error:
             log.error("template.not_baked", template=record.template.id, error=error.message)
 
-    async def _capture(self, record: Record, run: Run, folder: Path, *, memory: bool, thaw: bool) -> Checkpoint:
+    async def _capture(
+        self, record: Record, run: Run, folder: Path, *, memory: bool, thaw: bool, forced: bool = False
+    ) -> Checkpoint:
         await shorten(self._images, run, at_most=True)
         guest = record.id if record.spec.secure else None
         if memory:
             return await self._capturer.full(run, record.template.cpu_count, folder, guest=guest, thaw=thaw)
-        return await self._capturer.disk(run, folder, token=self._launcher.token(guest), thaw=thaw)
+        return await self._capturer.disk(run, folder, token=self._launcher.token(guest), thaw=thaw, forced=forced)
 
     async def _shorten(self, runner: Runner, run: Run) -> None:
         """Fold a run's chains of layers once they are long, while it goes on."""
