@@ -320,7 +320,7 @@ class TestRollback:
         snapshot = witness.api("snapshots", {}, 201)["snapshotID"]
         run(witness, "echo bad > state; echo more > other")
         assert witness.ask("change")["memory"] != before["memory"]
-        run(witness, "pkill -f [w]itness.py")
+        run(witness, "pkill -f [w]itness.py", user="root")
         for _ in range(2):
             back = witness.api("rollback", {"snapshotID": snapshot})
             assert back["sandboxID"] == witness.id

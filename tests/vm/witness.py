@@ -39,16 +39,19 @@ def digest(data):
 
 def lasting():
     # What a copy shares with its original.
-    GONE.seek(0)
-    said = secrets.token_bytes(16)
-    NEAR.sendall(said)
+    with LOCK:
+        GONE.seek(0)
+        gone = digest(GONE.read())
+        said = secrets.token_bytes(16)
+        NEAR.sendall(said)
+        heard = FAR.recv(16)
     return {
         "boot_id": read("/proc/sys/kernel/random/boot_id"),
         "pid": os.getpid(),
         "started": read("/proc/self/stat").rpartition(")")[2].split()[19],
         "memory": digest(MEMORY),
-        "gone": digest(GONE.read()),
-        "connection": [*NEAR.getsockname(), *FAR.getpeername()] if FAR.recv(16) == said else None,
+        "gone": gone,
+        "connection": [*NEAR.getsockname(), *FAR.getpeername()] if heard == said else None,
     }
 
 def fresh():
