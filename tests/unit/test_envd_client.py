@@ -221,3 +221,13 @@ async def test_a_guest_that_does_not_sync_is_not_waited_for(client: GuestClient)
             await client.sync(ADDRESS, None, 0.1)
     with pytest.raises(GuestError, match=r"POST /sync within 0\.1 s"):
         await client.sync(ADDRESS, None, 0.1)
+
+
+async def test_a_guest_is_told_the_time_alone(client: GuestClient) -> None:
+    async with guest([DONE]) as asked:
+        await client.tell_time(ADDRESS, "t", 10)
+    assert {tuple(body) for body in asked.bodies} == {("timestamp",)}
+    assert b"\r\nX-Access-Token: t\r\n" in asked.heads[0]
+    async with guest(None):
+        with pytest.raises(DeadlineExceeded):
+            await client.tell_time(ADDRESS, None, 0.1)
