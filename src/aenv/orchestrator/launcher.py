@@ -5,6 +5,7 @@ import errno
 import shutil
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ from aenv.threads import to_its_end
 from aenv.vmm.console import last_words
 from aenv.vmm.protocol import Vm, Vmm, VmSpec
 
+CLOCK_DEADLINE = 5.0
+"""Seconds to tell a running guest the time; one that does not answer has other troubles."""
 CONSOLE_LINES = 5
 """Of a guest that does not become ready, in the error."""
 
@@ -64,17 +67,25 @@ class Launcher:
         """The sandbox's own folder."""
         return self._settings.sandboxes_dir / sandbox_id
 
-    def new_run(self, sandbox_id: str, number: int) -> Run:
+    def new_run(self, sandbox_id: str, number: int | str) -> Run:
         """A run that holds nothing yet."""
         name = f"{sandbox_id}.{number}"
         directory = self.directory(sandbox_id) / name
         return Run(name=name, directory=directory, boot_id=host_boot_id(), kernel=self._bundle.digest)
 
     async def start(
-        self, run: Run, template: Template, egress: EgressPolicy, source: Checkpoint, *, boot: bool = False
+        self,
+        run: Run,
+        template: Template,
+        egress: EgressPolicy,
+        source: Checkpoint,
+        *,
+        boot: bool = False,
+        baking: bool = False,
     ) -> None:
         """Have the guest of `source` go on, or boot from its disk (with `boot`, and where only a disk was kept); return
-        when it runs and, if booted, its daemon answers. Notes in `run` whatever now needs releasing.
+        when it runs and, if booted, its daemon answers. `baking`: as what others will start from. Notes in `run`
+        whatever now needs releasing.
 
         Raises Conflict if this node cannot run what was saved, and InfrastructureErrors. On an error or cancellation
         the caller releases.
@@ -83,7 +94,7 @@ class Launcher:
             async with self.in_time():
                 disk = await self._make_disk(run, egress, source, memory=False)
                 async with self._booting:
-                    await self._boot(run, template, disk)
+                    await self._boot(run, template, disk, zero_freed=baking)
         else:
             await self.prepare(run, template, egress, source)
             await self.go_on(run, source)
@@ -153,13 +164,20 @@ class Launcher:
             deadline = self._settings.orchestrator.boot_deadline
             await self._unless_ended(run, self._guest.greet(run.slot.address, init, self.token(guest), deadline))
 
+    async def tell_time(self, run: Run, record: Record) -> None:
+        """Set the clock of its guest. Raises GuestError, DeadlineExceeded."""
+        assert run.slot is not None
+        token = self.token(record.id if record.spec.secure else None)
+        await self._guest.tell_time(run.slot.address, token, CLOCK_DEADLINE)
+
     def token(self, guest: str | None) -> str | None:
         """What the daemon of this sandbox's guest wants to be told, if anything."""
         return None if guest is None else self._tokens.envd(guest)
 
-    async def _boot(self, run: Run, template: Template, disk: Disk) -> None:
+    async def _boot(self, run: Run, template: Template, disk: Disk, *, zero_freed: bool) -> None:
         with run.timed("vmm"):
-            run.vm = await self._vmm.boot(self._vm_spec(run, template, disk, None))
+            spec = self._vm_spec(run, template, disk, None)
+            run.vm = await self._vmm.boot(replace(spec, zero_freed=zero_freed))
         await self.wait_ready(run)
 
     async def requirements(self, kernel: str, vcpus: int) -> Requirements:

@@ -70,7 +70,7 @@ class Operations:
             record = runner.record
             run = waiting.run if waiting else self._launcher.new_run(record.id, record.launches)
             try:
-                guest = await (self._claim(waiting, record) if waiting else self._start_template(run, record))
+                guest = await (self._claim(waiting, record) if waiting else self._start_template(runner, run))
                 await self._launcher.greet(run, record, guest)
             except BaseException:
                 runner.let_go(run)
@@ -96,7 +96,11 @@ class Operations:
             record, run = runner.record, _running(runner)
             keep = record.spec.keep_memory if memory is None else memory
             folder = self._launcher.directory(record.id) / f"paused-{uuid.uuid4().hex[:12]}"
-            made = await self._capture(record, run, folder, memory=keep, thaw=False, forced=memory is None)
+            try:
+                made = await self._capture(record, run, folder, memory=keep, thaw=False, forced=memory is None)
+            except BaseException:
+                runner.later(self.tell_time(runner))
+                raise
             rest = Rest(folder=folder.name, mode="full" if keep else "filesystem", boot_id=host_boot_id())
             runner.record = replace(runner.record, run=None, rest=rest, timings=dict(run.timings))
             runner.later(self.make_durable(runner, made))
@@ -138,7 +142,10 @@ class Operations:
                 runner.record = replace(runner.record, timings={})  # nothing was stopped
             else:
                 run = _running(runner)
-                await self._capture(record, run, folder, memory=memory, thaw=True)
+                try:
+                    await self._capture(record, run, folder, memory=memory, thaw=True)
+                finally:
+                    runner.later(self.tell_time(runner))
                 runner.record = replace(runner.record, run=run.record(), timings=dict(run.timings))
                 runner.later(self._shorten(runner, run))
             return Captured()
@@ -165,6 +172,7 @@ class Operations:
                 run = await self._start(runner, fresh, source)
             except BaseException:
                 await going_on(before.vm)
+                runner.later(self.tell_time(runner))
                 raise
             runner.record = replace(runner.record, generation=fresh.generation)
             runner.go_on(run)
@@ -197,21 +205,20 @@ class Operations:
         self._used(record.template, waiting.source)
         return waiting.source.manifest.guest
 
-    async def _start_template(self, run: Run, record: Record) -> str | None:
-        """Start on the template's checkpoint; the first one here boots and bakes it, the others wait for that.
+    async def _start_template(self, runner: Runner, run: Run) -> str | None:
+        """Start on the template's checkpoint; the first create here has it baked, the others wait for that.
 
         Returns the sandbox whose token the guest's daemon wants, if any.
         """
-        template, egress = record.template, record.spec.egress
+        record = runner.record
+        template = record.template
         if (source := await self._baked(template.id, any_kernel=template.source is not None)) is None:
             # Whoever waits for another's boot does so within its own time.
             async with self._launcher.in_time(), self._baking[template.id]:
                 if (source := await self._baked(template.id, any_kernel=False)) is None:
-                    cold = await asyncio.to_thread(read, self._templates.checkpoint(template.id))
-                    await self._launcher.start(run, template, egress, cold, boot=True)
-                    await self._bake(run, record)
-                    return None
-        await self._launcher.start(run, template, egress, source)
+                    with run.timed("bake"):
+                        source = await self._bake(runner)
+        await self._launcher.start(run, template, record.spec.egress, source)
         if source.manifest.memory is None:
             return None
         self._used(template, source)
@@ -225,26 +232,32 @@ class Operations:
             return found
         return None
 
-    async def _bake(self, run: Run, record: Record) -> None:
-        """Keep a guest that has just booted as its template's checkpoint. If that fails, the next one is kept."""
-        folder = run.directory / "baked"
+    async def _bake(self, runner: Runner) -> Checkpoint:
+        """Boot the template's disk, and make what it is then, with its daemon ready, the template's checkpoint."""
+        record = runner.record
+        template = record.template
+        run = self._launcher.new_run(record.id, "bake")
         try:
-            with run.timed("bake"):
-                made = await self._capturer.full(run, record.template.cpu_count, folder, guest=None, thaw=True)
-                await self._images.make_durable(made.files)
-                await to_its_end(self._templates.bake, record.template.id, folder)
-            self._used(record.template, await asyncio.to_thread(read, self._templates.checkpoint(record.template.id)))
-        except AenvError as error:
-            log.error("template.not_baked", template=record.template.id, error=error.message)
+            cold = await asyncio.to_thread(read, self._templates.checkpoint(template.id))
+            await self._launcher.start(run, template, EgressPolicy(), cold, boot=True, baking=True)
+            folder = run.directory / "baked"
+            made = await self._capturer.full(run, template.cpu_count, folder, guest=None, token=None, thaw=False)
+            await self._images.make_durable(made.files)
+            await to_its_end(self._templates.bake, template.id, folder)
+        finally:
+            runner.let_go(run)
+        return await asyncio.to_thread(read, self._templates.checkpoint(template.id))
 
     async def _capture(
         self, record: Record, run: Run, folder: Path, *, memory: bool, thaw: bool, forced: bool = False
     ) -> Checkpoint:
         await shorten(self._images, run, at_most=True)
         guest = record.id if record.spec.secure else None
+        token = self._launcher.token(guest)
         if memory:
-            return await self._capturer.full(run, record.template.cpu_count, folder, guest=guest, thaw=thaw)
-        return await self._capturer.disk(run, folder, token=self._launcher.token(guest), thaw=thaw, forced=forced)
+            vcpus = record.template.cpu_count
+            return await self._capturer.full(run, vcpus, folder, guest=guest, token=token, thaw=thaw)
+        return await self._capturer.disk(run, folder, token=token, thaw=thaw, forced=forced)
 
     async def _shorten(self, runner: Runner, run: Run) -> None:
         """Fold a run's chains of layers once they are long, while it goes on."""
@@ -255,6 +268,16 @@ class Operations:
             await asyncio.to_thread(_unlink, folded)
         except AenvError as error:
             log.warning("sandbox.not_shortened", run=run.name, error=error.message)
+
+    async def tell_time(self, runner: Runner) -> None:
+        """Set the clock of a guest that may have been stopped for a while and goes on as what it was."""
+        if (run := runner.run) is None:
+            return
+        try:
+            await self._launcher.tell_time(run, runner.record)
+        except AenvError as error:
+            if runner.run is run:
+                log.warning("sandbox.clock_not_set", run=run.name, error=error.message)
 
     async def make_durable(self, runner: Runner, kept: Checkpoint) -> None:
         """Bring the state a sandbox is paused in to stable storage, and note that it is there."""

@@ -69,6 +69,7 @@ async def reconcile(
             runner.post(Orphaned(f"its VMM could not be taken over: {failures[record.id]}"))
         elif record.id in candidates:
             runner.post(Adopted())
+            runner.later(operations.tell_time(runner))  # the last server may have ended while it was stopped
         elif record.run is not None and record.run.boot_id != boot_id:
             runner.post(HostRestarted())
         else:

@@ -19,13 +19,14 @@ _TEXTS = ("accessToken", "defaultUser", "defaultWorkdir", "hostname", "generatio
 
 
 class FakeGuest:
-    """`inits` holds the bodies of all accepted `/init` calls that say more than the time, oldest first. Everything
-    public is what it remembers."""
+    """`inits` holds the bodies of all accepted `/init` calls that say more than the time, oldest first; `times` what
+    the others said. Everything else that is public is what it remembers."""
 
     def __init__(self, address: str) -> None:
         self.address = address
         self.boot_id = str(uuid.uuid4())
         self.inits: list[dict[str, Any]] = []
+        self.times: list[str] = []
         self.processes: list[int] = []
         self.values: dict[str, str] = {}
         self._next_pid = 100
@@ -125,7 +126,9 @@ class FakeGuest:
         variables = body.get("envVars") or {}
         if not isinstance(variables, dict) or not all(isinstance(value, str) for value in variables.values()):
             return _error(400, "envVars must be an object of strings")
-        if set(body) != {"timestamp"}:
+        if set(body) == {"timestamp"}:
+            self.times.append(body["timestamp"])
+        else:
             self.inits.append(body)
         return web.Response(status=204)
 
