@@ -85,7 +85,7 @@ def test_the_console_is_a_ring_of_a_power_of_two() -> None:
 @pytest.mark.parametrize(
     ("machine", "board", "accel", "cpu"),
     [
-        (X86_TCG, "microvm,acpi=on,", "tcg,thread=multi,", "max"),
+        (X86_TCG, "microvm,acpi=on,", "tcg,thread=multi,", "max,erms=off,fsrm=off"),
         (Machine(arch="x86_64", accel="kvm", binary="q", data_dirs=()), "microvm,acpi=on,", "kvm", "host"),
         (Machine(arch="aarch64", accel="tcg", binary="q", data_dirs=()), "virt,", "tcg,thread=multi,", "max"),
         (Machine(arch="aarch64", accel="kvm", binary="q", data_dirs=()), "virt,", "kvm", "host"),

@@ -241,30 +241,36 @@ class Operations:
             cold = await asyncio.to_thread(read, self._templates.checkpoint(template.id))
             await self._launcher.start(run, template, EgressPolicy(), cold, boot=True, baking=True)
             folder = run.directory / "baked"
-            made = await self._capturer.full(run, template.cpu_count, folder, guest=None, token=None, thaw=False)
+            made = await self._capturer.full(run, template.cpu_count, folder, guest=None, thaw=False)
             await self._images.make_durable(made.files)
             await to_its_end(self._templates.bake, template.id, folder)
-        finally:
+            # Before the sandbox itself is started: it may need the last slot.
+            await self._launcher.release(run)
+        except BaseException:
             runner.let_go(run)
+            raise
         return await asyncio.to_thread(read, self._templates.checkpoint(template.id))
 
     async def _capture(
         self, record: Record, run: Run, folder: Path, *, memory: bool, thaw: bool, forced: bool = False
     ) -> Checkpoint:
-        await shorten(self._images, run, at_most=True)
         guest = record.id if record.spec.secure else None
         token = self._launcher.token(guest)
-        if memory:
-            vcpus = record.template.cpu_count
-            return await self._capturer.full(run, vcpus, folder, guest=guest, token=token, thaw=thaw)
-        return await self._capturer.disk(run, folder, token=token, thaw=thaw, forced=forced)
+        async with run.layers:
+            await shorten(self._images, run, at_most=True)
+            if memory:
+                vcpus = record.template.cpu_count
+                return await self._capturer.full(run, vcpus, folder, guest=guest, thaw=thaw)
+            return await self._capturer.disk(run, folder, token=token, thaw=thaw, forced=forced)
 
     async def _shorten(self, runner: Runner, run: Run) -> None:
         """Fold a run's chains of layers once they are long, while it goes on."""
         try:
-            folded = await shorten(self._images, run)
-            if folded and runner.run is run:
-                await runner.write(replace(runner.record, run=run.record()))
+            async with run.layers:
+                folded = await shorten(self._images, run)
+                # Written first: a new server must find the files that the row names.
+                if folded and runner.run is run:
+                    await runner.write(replace(runner.record, run=run.record()))
             await asyncio.to_thread(_unlink, folded)
         except AenvError as error:
             log.warning("sandbox.not_shortened", run=run.name, error=error.message)

@@ -39,7 +39,8 @@ class Run:
     image: str | None = None
     slot: Slot | None = None
     vm: Vm | None = None
-    folding: asyncio.Lock = field(default_factory=asyncio.Lock)
+    layers: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by whoever adds to `disk` and `memory`, or folds them: a capture must not lose the files it builds on."""
     timings: dict[str, float] = field(default_factory=dict)
     """Milliseconds of each step of the launch."""
 

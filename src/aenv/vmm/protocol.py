@@ -21,6 +21,7 @@ class VmSpec:
     a path (``/run/netns/<name>``), `tap` the name of a tap inside it, `address` where the host reaches the guest's
     ports.
 
+    `zero_freed`: a guest that boots clears the memory its programs give back, so that captures do not carry it.
     `memory` is a file of `memory_mb` that a guest's memory was captured into: mapped privately, so nothing writes it.
     """
 
@@ -38,6 +39,7 @@ class VmSpec:
     mac: str
     address: str
     memory: Path | None = None
+    zero_freed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

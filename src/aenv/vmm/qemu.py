@@ -145,7 +145,9 @@ class QemuVmm:
 
     async def _launch(self, host: _Host, spec: VmSpec, output: Output) -> QemuVm:
         """Spawn, and be in charge of the process even if cancelled while the thread is spawning it."""
-        cmdline = kernel_cmdline(hostname=spec.hostname, accel=host.accel.name, tsc_khz=host.tsc_khz)
+        cmdline = kernel_cmdline(
+            hostname=spec.hostname, accel=host.accel.name, tsc_khz=host.tsc_khz, zero_freed=spec.zero_freed
+        )
 
         def start() -> int:
             group = cgroup.create(

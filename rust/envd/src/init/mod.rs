@@ -56,6 +56,8 @@ pub fn run(serve: impl FnOnce(&str, u16, Arc<State>) -> io::Result<()>) -> ! {
     let outcome = boot().map_err(|error| format!("cannot boot: {error}")).and_then(|(machine, hostname)| {
         let state = Arc::new(State::new(Some(machine), DEFAULT_USER, limits::GUEST));
         server::rehearse(&state, &hostname);
+        // The kernel makes it up when it is first read: only then do a capture and all that start from it agree on it.
+        let _ = std::fs::read("/proc/sys/kernel/random/boot_id");
         serve(LISTEN_ON, PORT, state).map_err(|error| format!("cannot serve: {error}"))
     });
     match outcome {
