@@ -79,3 +79,13 @@ async def test_a_failure_to_make_one_harms_nobody_and_is_not_repeated_in_a_loop(
     assert len(node.host.faults) > 40, "failures follow each other without a pause"
     node.host.faults.clear()
     assert (await node.health((await node.create())["sandboxID"])).status_code == 204
+
+
+async def test_a_guest_that_dies_as_it_is_claimed_costs_the_create_only_time(node: Node) -> None:
+    await node.create()
+    await until(lambda: waiting(node) == 3)
+    node.host.faults.extend(["load_fails"])
+    ready = await node.create()  # the one that was ready
+    prepared = await node.create()  # the one that was prepared, and cannot load its state
+    for created in (ready, prepared):
+        assert (await node.health(created["sandboxID"])).status_code == 204

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import structlog
 
-from aenv.errors import AenvError, InfrastructureError
+from aenv.errors import AenvError, InfrastructureError, VmmError
 from aenv.images.protocol import ImageStore
 from aenv.lifecycle.events import Captured, Event, Launched, Paused, Resumed, RolledBack
 from aenv.network.protocol import EgressPolicy
@@ -67,14 +67,15 @@ class Operations:
         """A first launch, from the template's checkpoint: of the guest that waits for it, if there is one."""
 
         async def job(runner: Runner) -> Event:
-            record = runner.record
-            run = waiting.run if waiting else self._launcher.new_run(record.id, record.launches)
-            try:
-                guest = await (self._claim(waiting, record) if waiting else self._start_template(runner, run))
-                await self._launcher.greet(run, record, guest)
-            except BaseException:
-                runner.let_go(run)
-                raise
+            run = await self._claim(runner, waiting) if waiting else None
+            if run is None:
+                run = self._launcher.new_run(runner.record.id, runner.record.launches)
+                try:
+                    guest = await self._start_template(runner, run)
+                    await self._launcher.greet(run, runner.record, guest)
+                except BaseException:
+                    runner.let_go(run)
+                    raise
             runner.go_on(run)
             return Launched()
 
@@ -160,9 +161,11 @@ class Operations:
             if record.rest is not None:
                 directory = self._launcher.directory(record.id)
                 folder = directory / f"paused-{uuid.uuid4().hex[:12]}"
-                await to_its_end(making.copy, source, folder)
+                kept = await to_its_end(making.copy, source, folder)
                 mode = record.rest.mode if source.memory is None else "full"
-                runner.record = replace(fresh, rest=replace(record.rest, folder=folder.name, mode=mode, durable=True))
+                rest = replace(record.rest, folder=folder.name, mode=mode, durable=False, boot_id=host_boot_id())
+                runner.record = replace(fresh, rest=rest)
+                runner.later(self.make_durable(runner, kept))
                 runner.later(_removed(runner, directory / record.rest.folder))
                 return RolledBack()
             before = _running(runner)
@@ -193,17 +196,26 @@ class Operations:
             raise
         return run
 
-    async def _claim(self, waiting: Waiting, record: Record) -> str | None:
-        """Make a guest that was made ahead this sandbox's; returns as `_start_template`."""
-        run = waiting.run
+    async def _claim(self, runner: Runner, waiting: Waiting) -> Run | None:
+        """Make a guest that was made ahead this sandbox's; None if it turns out to be of no use."""
+        record, run = runner.record, waiting.run
         run.timings.clear()
-        if record.spec.egress != EgressPolicy():
-            with run.timed("egress"):
-                await self._launcher.set_egress(run, record.spec.egress)
-        if not waiting.ready:
-            await self._launcher.go_on(run, waiting.source)
+        try:
+            if record.spec.egress != EgressPolicy():
+                with run.timed("egress"):
+                    await self._launcher.set_egress(run, record.spec.egress)
+            if not waiting.ready:
+                await self._launcher.go_on(run, waiting.source)
+            await self._launcher.greet(run, record, waiting.source.manifest.guest)
+        except VmmError as error:
+            log.warning("standby.of_no_use", run=run.name, error=error.message)
+            runner.let_go(run)
+            return None
+        except BaseException:
+            runner.let_go(run)
+            raise
         self._used(record.template, waiting.source)
-        return waiting.source.manifest.guest
+        return run
 
     async def _start_template(self, runner: Runner, run: Run) -> str | None:
         """Start on the template's checkpoint; the first create here has it baked, the others wait for that.

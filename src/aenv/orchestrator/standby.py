@@ -184,7 +184,7 @@ class Standby:
 
     async def _prepared(self, stock: _Stock) -> Waiting:
         sandbox_id = self._new_id()
-        run = self._launcher.new_run(sandbox_id, 0)
+        run = self._launcher.new_run(sandbox_id, "ahead")
         try:
             await self._launcher.prepare(run, stock.template, EgressPolicy(), stock.source)
         except BaseException:
