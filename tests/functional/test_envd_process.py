@@ -1,8 +1,11 @@
 """`process.Process` of the real daemon, over raw Connect calls."""
 
 import asyncio
+import ctypes
 import os
+import platform
 import signal
+import struct
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -115,6 +118,20 @@ async def test_a_process_gets_clean_descriptors_signals_and_its_own_session(envd
     assert lines[4:6] == ["SigBlk:\t0000000000000000", "SigIgn:\t0000000000000000"]
     assert lines[6] == "0022"
     assert lines[7].split() == [str(result.pid)] * 3
+
+
+async def test_what_started_the_daemon_ignores_nothing_for_its_processes() -> None:
+    """Not even the signals that the C library keeps for itself, which it changes for nobody."""
+    number = {"x86_64": 13, "aarch64": 134}[platform.machine()]  # rt_sigaction
+    kept_by_libc, size, library = 32, 8, ctypes.CDLL(None)
+    before, ignored = ctypes.create_string_buffer(32), ctypes.create_string_buffer(struct.pack("=QQQQ", 1, 0, 0, 0), 32)
+    library.syscall(number, kept_by_libc, ignored, before, size)
+    try:
+        async with running_envd() as envd:
+            result = await envd.run("grep SigIgn /proc/self/status")
+    finally:
+        library.syscall(number, kept_by_libc, before, None, size)
+    assert result.stdout.decode() == "SigIgn:\t0000000000000000\n"
 
 
 async def test_working_directory(envd: Envd, tmp_path: Path) -> None:

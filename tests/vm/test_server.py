@@ -340,6 +340,6 @@ class TestChurn:
         end = datetime.fromisoformat(server.http.get(f"/sandboxes/{sandbox.sandbox_id}").json()["endAt"])
         message = server.why_ended(sandbox.sandbox_id)
         ended = datetime.fromisoformat(message.split("it ended at ")[1].split(",")[0])
-        assert -0.001 <= (ended - end).total_seconds() < 1  # the message gives whole milliseconds
+        assert -0.01 <= (ended - end).total_seconds() < 1  # timers and messages have whole milliseconds
         assert "reason timeout" in message
         assert not sandbox.is_running()

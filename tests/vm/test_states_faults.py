@@ -228,12 +228,15 @@ def settled(server: RealServer) -> dict[str, str]:
     return {sandbox_id: state for sandbox_id, state in found.items() if sandbox_id}
 
 
+def _mounts(server: RealServer) -> list[str]:
+    return [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if str(server.home) in line]
+
+
 def check_machine(server: RealServer, alive: set[str]) -> None:
     """Nothing beyond what the living hold: slots (with those of the warm pool), mounts, processes."""
     spare = int(server.environ["AENV_NETWORK_POOL_SIZE"])
     until(lambda: len(server.slots().get("namespaces", [])) <= len(alive) + spare, what="the removal of slots")
-    mounts = [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if str(server.home) in line]
-    assert len(mounts) == 1, mounts
+    until(lambda: len(_mounts(server)) == 1, what="the data plane's mount, and no other")
     left = server.leftovers()
     assert left["cgroups"] in (left["vmms"], []), left
 

@@ -80,9 +80,11 @@ def prune(support: CgroupSupport) -> None:
     """Remove the empty groups that a killed server left. Not while VMMs are being started."""
     if support.root is None or not support.root.is_dir():
         return
-    for group in (*(entry for entry in support.root.iterdir() if entry.is_dir()), support.root):
-        with contextlib.suppress(OSError):
-            group.rmdir()
+    with contextlib.suppress(OSError):  # the last VMM's end removes the root as well
+        groups = [entry for entry in support.root.iterdir() if entry.is_dir()]
+        for group in (*groups, support.root):
+            with contextlib.suppress(OSError):
+                group.rmdir()
 
 
 def _make(support: CgroupSupport, group: Path) -> None:

@@ -154,6 +154,16 @@ impl Program {
     }
 }
 
+/// The kernel's own form of a signal's action (`struct sigaction` of Linux on x86_64 and aarch64). All zero: the default one.
+#[repr(C)]
+#[derive(Default)]
+struct KernelSigaction {
+    handler: usize,
+    flags: libc::c_ulong,
+    restorer: usize,
+    mask: u64,
+}
+
 /// A new session, the descriptors, default signal handling, the limits.
 fn set_up(stdio: [RawFd; 3], terminal: bool, files: FileLimit) -> bool {
     // SAFETY: plain system calls on values of our own; all async-signal-safe. The signal set is initialised by sigemptyset.
@@ -172,9 +182,11 @@ fn set_up(stdio: [RawFd; 3], terminal: bool, files: FileLimit) -> bool {
         }
         // Our descriptors are close-on-exec already; this also covers any a library might open without it.
         libc::syscall(libc::SYS_close_range, 3, u32::MAX, libc::CLOSE_RANGE_CLOEXEC);
-        // An ignored signal stays ignored across exec, and Rust's runtime ignores SIGPIPE. Some numbers cannot be set; that is fine.
+        // An ignored signal stays ignored across exec, and Rust's runtime ignores SIGPIPE. Asked of the kernel itself, as the
+        // C library refuses to touch the two signals it keeps for itself. SIGKILL and SIGSTOP cannot be set; that is fine.
+        let default = KernelSigaction::default();
         for signal in 1..=libc::SIGRTMAX() {
-            libc::signal(signal, libc::SIG_DFL);
+            libc::syscall(libc::SYS_rt_sigaction, signal, &default, ptr::null::<KernelSigaction>(), size_of::<u64>());
         }
         let mut none: libc::sigset_t = std::mem::zeroed();
         libc::sigemptyset(&mut none);
