@@ -13,9 +13,9 @@ import structlog
 from aenv.errors import AenvError, GuestError, InfrastructureError
 from aenv.guest.envd import GuestClient
 from aenv.images.protocol import GuestMemory, ImageStore, Stack
-from aenv.orchestrator.run import Run
+from aenv.orchestrator.run import Run, requirements
 from aenv.snapshots import making
-from aenv.snapshots.checkpoint import Checkpoint, Requirements
+from aenv.snapshots.checkpoint import Checkpoint
 from aenv.threads import to_its_end
 from aenv.vmm.protocol import Vm, Vmm
 
@@ -51,15 +51,7 @@ class Capturer:
             await vm.thaw()
         run.note("stopped", frozen_at)
         try:
-            info = await self._vmm.info()
-            requires = Requirements(
-                driver=info.driver,
-                version=info.version,
-                accel=info.accel,
-                cpu=info.cpu,
-                kernel=run.kernel,
-                vcpus=vcpus,
-            )
+            requires = requirements(await self._vmm.info(), run.kernel, vcpus)
             made = await to_its_end(
                 making.of_layers,
                 folder,

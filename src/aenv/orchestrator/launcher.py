@@ -26,7 +26,7 @@ from aenv.lifecycle.events import DiskLost, VmmExited
 from aenv.network.protocol import EgressPolicy, Network, Slot
 from aenv.orchestrator.host import host_boot_id
 from aenv.orchestrator.record import Record
-from aenv.orchestrator.run import Run
+from aenv.orchestrator.run import Run, requirements
 from aenv.orchestrator.tokens import Tokens
 from aenv.snapshots.checkpoint import Checkpoint, Requirements
 from aenv.templates.models import Template
@@ -180,19 +180,12 @@ class Launcher:
             run.vm = await self._vmm.boot(replace(spec, zero_freed=zero_freed))
         await self.wait_ready(run)
 
-    async def requirements(self, kernel: str, vcpus: int) -> Requirements:
-        """What a guest saved here now needs to go on."""
-        info = await self._vmm.info()
-        return Requirements(
-            driver=info.driver, version=info.version, accel=info.accel, cpu=info.cpu, kernel=kernel, vcpus=vcpus
-        )
-
     async def can_restore(self, wanted: Requirements) -> bool:
         """Whether a guest saved with these requirements is what would be saved here now, kernel included."""
-        return wanted == await self.requirements(self._bundle.digest, wanted.vcpus)
+        return wanted == requirements(await self._vmm.info(), self._bundle.digest, wanted.vcpus)
 
     async def _check(self, wanted: Requirements) -> None:
-        here = await self.requirements(wanted.kernel, wanted.vcpus)
+        here = requirements(await self._vmm.info(), wanted.kernel, wanted.vcpus)
         for what in ("driver", "version", "accel", "cpu"):
             needs, has = getattr(wanted, what), getattr(here, what)
             if needs != has:

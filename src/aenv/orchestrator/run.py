@@ -17,8 +17,8 @@ from typing import Literal
 from aenv.images.protocol import Stack
 from aenv.network.protocol import Slot
 from aenv.orchestrator.record import RunRecord
-from aenv.snapshots.checkpoint import Checkpoint
-from aenv.vmm.protocol import Vm
+from aenv.snapshots.checkpoint import Checkpoint, Requirements
+from aenv.vmm.protocol import Vm, VmmInfo
 
 LAYERS = "layers"
 
@@ -107,6 +107,13 @@ class Run:
             mapped=record.mapped,
             image=record.image,
         )
+
+
+def requirements(info: VmmInfo, kernel: str, vcpus: int) -> Requirements:
+    """What a guest needs to go on that was booted from the bundle `kernel` and is saved by this VMM."""
+    return Requirements(
+        driver=info.driver, version=info.version, accel=info.accel, cpu=info.cpu, kernel=kernel, vcpus=vcpus
+    )
 
 
 def _names(layers: Sequence[Path]) -> tuple[str, ...]:
