@@ -15,11 +15,11 @@ from aenv.images.protocol import Disk, GuestMemory
 class VmSpec:
     """Everything a VMM needs to run one guest.
 
-    `directory` is the sandbox's own folder (disk upper, serial log, control socket); the driver may create files in
-    it. `uid` is the unprivileged user (and group) the VMM runs as; of the host's files it sees only those named here,
-    and needs to read `kernel` and `initramfs` (to boot) or `memory` (to go on from), and to write the disk. `netns` is
-    a path (``/run/netns/<name>``), `tap` the name of a tap inside it, `address` where the host reaches the guest's
-    ports.
+    `sandbox_id` is what this launch goes by: no two at a time share it. `directory` is its own folder (disk upper,
+    serial log, control socket); the driver may create files in it. `uid` is the unprivileged user (and group) the VMM
+    runs as; of the host's files it sees only those named here, and needs to read `kernel` and `initramfs` (to boot) or
+    `memory` (to go on from), and to write the disk. `netns` is a path (``/run/netns/<name>``), `tap` the name of a tap
+    inside it, `address` where the host reaches the guest's ports.
 
     `zero_freed`: a guest that boots clears the memory its programs give back, so that captures do not carry it.
     `memory` is a file of `memory_mb` that a guest's memory was captured into: mapped privately, so nothing writes it.
