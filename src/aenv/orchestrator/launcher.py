@@ -9,18 +9,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import structlog
+
 from aenv.config import Settings
 from aenv.errors import (
     Conflict,
     DeadlineExceeded,
+    GuestError,
     ImageError,
     InfrastructureError,
     InsufficientStorage,
     Unavailable,
     VmmError,
 )
-from aenv.guest.envd import GuestClient, GuestInit
+from aenv.guest.envd import ENVD_PORT, GuestClient, GuestInit
 from aenv.guest.provision import GuestBundle
+from aenv.guest.rehearsal import rehearse
 from aenv.images.protocol import Disk, ImageStore, Stack
 from aenv.lifecycle.events import DiskLost, VmmExited
 from aenv.network.protocol import EgressPolicy, Network, Slot
@@ -36,6 +40,8 @@ from aenv.vmm.protocol import Vm, Vmm, VmSpec
 
 CLOCK_DEADLINE = 5.0
 """Seconds to tell a running guest the time; one that does not answer has other troubles."""
+log = structlog.get_logger(__name__)
+
 CONSOLE_LINES = 5
 """Of a guest that does not become ready, in the error."""
 
@@ -128,6 +134,14 @@ class Launcher:
         assert run.slot is not None
         with run.timed("guest"):
             await self._wait_ready(run, run.vm, run.slot.address)
+
+    async def rehearse(self, run: Run, template: Template) -> None:
+        """Have a guest that is to be baked run what its copies will run first. One that cannot is baked all the same."""
+        assert run.slot is not None
+        try:
+            await rehearse(run.slot.address, ENVD_PORT, template.user)
+        except GuestError as error:
+            log.warning("template.not_rehearsed", template=template.id, error=error.message)
 
     async def set_egress(self, run: Run, egress: EgressPolicy) -> None:
         """Replace the egress policy of a run. Raises NetworkError, BadRequest."""

@@ -252,6 +252,7 @@ class Operations:
         try:
             cold = await asyncio.to_thread(read, self._templates.checkpoint(template.id))
             await self._launcher.start(run, template, EgressPolicy(), cold, boot=True, baking=True)
+            await self._launcher.rehearse(run, template)
             folder = run.directory / "baked"
             made = await self._capturer.full(run, template.cpu_count, folder, guest=None, thaw=False)
             await self._images.make_durable(made.files)
