@@ -18,7 +18,7 @@ DEADLINE = 30.0
 
 
 async def rehearse(address: str, port: int, user: str) -> None:
-    """Run `COMMANDS` as `user` in a guest without a token. Raises GuestError if its daemon fails or knows none of it."""
+    """Run `COMMANDS` as `user` in a guest without a token. Raises GuestError if its daemon fails or knows them not."""
     authorization = "Basic " + base64.b64encode(f"{user}:".encode()).decode()
     async with httpx.AsyncClient(trust_env=False, verify=False) as http:
         client = ConnectClient(http, f"http://{address}:{port}", {"Authorization": authorization})

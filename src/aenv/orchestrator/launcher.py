@@ -136,7 +136,7 @@ class Launcher:
             await self._wait_ready(run, run.vm, run.slot.address)
 
     async def rehearse(self, run: Run, template: Template) -> None:
-        """Have a guest that is to be baked run what its copies will run first. One that cannot is baked all the same."""
+        """Have a guest that is to be baked run what its copies run first; if it cannot, it is baked all the same."""
         assert run.slot is not None
         try:
             await rehearse(run.slot.address, ENVD_PORT, template.user)
