@@ -49,10 +49,7 @@ def create(support: CgroupSupport, name: str, *, memory_max: int, pids_max: int)
     if support.root is None:
         return None
     group = support.root / name
-    try:
-        _make(support, group)
-    except FileNotFoundError:  # the home's last VMM ended meanwhile, and with it the home's group
-        _make(support, group)
+    _make(support, group)
     if "memory" in support.controllers:
         (group / "memory.max").write_text(str(memory_max))
         # The guest's memory may not be swapped away piecemeal by its own limit; absent without swap accounting.
@@ -64,23 +61,31 @@ def create(support: CgroupSupport, name: str, *, memory_max: int, pids_max: int)
 
 
 def remove(support: CgroupSupport, name: str) -> None:
-    """Kill whatever is still in the group and remove it, and the home's if it was the last. Idempotent; a group that
-    is still dying is left to `prune`."""
+    """Kill whatever is still in the group and remove it. Idempotent; a group that is still dying is left to `prune`.
+
+    The home's group stays: another VMM may be about to start in it.
+    """
     if support.root is None:
         return
     group = support.root / name
     with contextlib.suppress(OSError):
         (group / "cgroup.kill").write_text("1")
-    for unused in (group, support.root):
+    with contextlib.suppress(OSError):
+        group.rmdir()
+
+
+def leave(support: CgroupSupport) -> None:
+    """Remove the home's group unless VMMs still run in it. When no more are started."""
+    if support.root is not None:
         with contextlib.suppress(OSError):
-            unused.rmdir()
+            support.root.rmdir()
 
 
 def prune(support: CgroupSupport) -> None:
     """Remove the empty groups that a killed server left. Not while VMMs are being started."""
     if support.root is None or not support.root.is_dir():
         return
-    with contextlib.suppress(OSError):  # the last VMM's end removes the root as well
+    with contextlib.suppress(OSError):
         groups = [entry for entry in support.root.iterdir() if entry.is_dir()]
         for group in (*groups, support.root):
             with contextlib.suppress(OSError):

@@ -125,6 +125,8 @@ class QemuVmm:
 
     async def aclose(self) -> None:
         await asyncio.to_thread(self._jailer.close)
+        if self._host is not None:
+            await asyncio.to_thread(cgroup.leave, self._host.cgroups)
 
     async def cgroups(self) -> cgroup.CgroupSupport:
         """Whether VMMs get a cgroup here, and why not; for `aenv doctor`."""
