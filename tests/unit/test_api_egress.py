@@ -22,8 +22,8 @@ def test_no_internet_access():
 
 def test_addresses_networks_and_domains():
     assert policy(
-        allowOut=["1.1.1.1", "10.1.2.3/24", "*.Example.com.", "pypi.org"], denyOut=["0.0.0.0/0"]
-    ) == EgressPolicy(allow_out=("1.1.1.1", "10.1.2.0/24", "*.example.com", "pypi.org"), deny_out=("0.0.0.0/0",))
+        allowOut=["1.1.1.1", "10.1.2.3/24", "*.Example.com.", "files.example"], denyOut=["0.0.0.0/0"]
+    ) == EgressPolicy(allow_out=("1.1.1.1", "10.1.2.0/24", "*.example.com", "files.example"), deny_out=("0.0.0.0/0",))
 
 
 def test_repeated_entries_count_once():
