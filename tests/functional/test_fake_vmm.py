@@ -61,7 +61,7 @@ async def guests() -> AsyncIterator[GuestClient]:
 async def test_the_client_of_envd_gets_along_with_it(host: FakeHost, guests: GuestClient) -> None:
     await FakeVmm(host).boot(SPEC)
     await guests.wait_ready(ADDRESS, 5)
-    await guests.init(ADDRESS, INIT)
+    await guests.greet(ADDRESS, INIT, None, 5)
     assert host.of("sb").guest.inits[0]["generation"] == "g1"
     assert (await guests.metrics(ADDRESS, "secret"))["cpu_count"] == 2
     with pytest.raises(GuestError, match="401"):
@@ -70,7 +70,7 @@ async def test_the_client_of_envd_gets_along_with_it(host: FakeHost, guests: Gue
 
 async def test_it_echoes_and_checks(host: FakeHost, guests: GuestClient) -> None:
     await FakeVmm(host).boot(SPEC)
-    await guests.init(ADDRESS, INIT)
+    await guests.greet(ADDRESS, INIT, None, 5)
     async with httpx.AsyncClient(base_url=URL) as http:
         echo = (await http.post("/some/path?q=1", content="hi", headers={"X-Odd": "1"})).json()
         assert (echo["method"], echo["path"], echo["body"], echo["headers"]["x-odd"]) == (
@@ -87,12 +87,12 @@ async def test_it_echoes_and_checks(host: FakeHost, guests: GuestClient) -> None
 
 async def test_init_wants_the_token_there_is(host: FakeHost, guests: GuestClient) -> None:
     await FakeVmm(host).boot(SPEC)
-    await guests.init(ADDRESS, INIT)
+    await guests.greet(ADDRESS, INIT, None, 5)
     later = replace(INIT, generation="g2", access_token="other")
     for wrong in (None, "other"):
         with pytest.raises(GuestError, match="401"):
-            await guests.init(ADDRESS, later, wrong)
-    await guests.init(ADDRESS, later, "secret")
+            await guests.greet(ADDRESS, later, wrong, 5)
+    await guests.greet(ADDRESS, later, "secret", 5)
     assert host.of("sb").guest.access_token == "other"
 
 

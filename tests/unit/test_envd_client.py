@@ -202,17 +202,11 @@ async def test_a_greeting_has_an_end(client: GuestClient) -> None:
             await client.greet(ADDRESS, INIT, None, deadline=0.1)
 
 
-async def test_the_guest_is_asked_to_write_out_and_to_forget(client: GuestClient) -> None:
+async def test_the_guest_is_asked_to_write_out(client: GuestClient) -> None:
     async with guest([DONE]) as asked:
         await client.sync(ADDRESS, "t", 10)
-        await client.sync(ADDRESS, "t", 10, drop_caches=True)
-        await client.drop_caches(ADDRESS, "t", 10)
     assert {head.split(b"\r\n")[0] for head in asked.heads} == {b"POST /sync HTTP/1.1"}
-    assert [(body["flush"], body["dropCaches"]) for body in asked.bodies] == [
-        (True, False),
-        (True, True),
-        (False, True),
-    ]
+    assert asked.bodies == [{"flush": True}]
 
 
 async def test_a_guest_that_does_not_sync_is_not_waited_for(client: GuestClient) -> None:

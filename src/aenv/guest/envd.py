@@ -106,28 +106,13 @@ class GuestClient:
         except TimeoutError:
             raise _silent(address, deadline) from None
 
-    async def init(self, address: str, init: GuestInit, current_token: str | None = None) -> None:
-        """`greet` a guest that is ready. Raises GuestError."""
-        try:
-            await self.greet(address, init, current_token, CALL_TIMEOUT)
-        except DeadlineExceeded as error:
-            raise GuestError(error.message) from error
-
-    async def sync(self, address: str, token: str | None, deadline: float, *, drop_caches: bool = False) -> None:
+    async def sync(self, address: str, token: str | None, deadline: float) -> None:
         """Flush the guest's file systems to its disk: what is written by now survives the machine.
 
         Raises GuestError, also after `deadline` seconds: a guest that is overloaded or hostile has to be captured
         without its help.
         """
-        await self._sync(address, token, deadline, flush=True, drop_caches=drop_caches)
-
-    async def drop_caches(self, address: str, token: str | None, deadline: float) -> None:
-        """Have the guest give up memory that only repeats its disk; what is not written yet stays. Raises as `sync`."""
-        await self._sync(address, token, deadline, flush=False, drop_caches=True)
-
-    async def _sync(self, address: str, token: str | None, deadline: float, *, flush: bool, drop_caches: bool) -> None:
-        body = json.dumps({"flush": flush, "dropCaches": drop_caches}).encode()
-        await self._call("POST", address, "/sync", body, token, deadline)
+        await self._call("POST", address, "/sync", b'{"flush": true}', token, deadline)
 
     async def metrics(self, address: str, token: str | None) -> dict[str, Any]:
         """The daemon's own figures (`GET /metrics`). Raises GuestError."""

@@ -49,7 +49,7 @@ from aenv.orchestrator.record import Record
 from aenv.orchestrator.runner import Job, Runner
 from aenv.orchestrator.snapshots import Library, Snapshots
 from aenv.orchestrator.standby import Standby
-from aenv.orchestrator.store import LoggedEvent, Store
+from aenv.orchestrator.store import Store
 from aenv.orchestrator.tokens import Tokens
 from aenv.orchestrator.unwritten import Rewriter
 from aenv.snapshots.checkpoint import Checkpoint, read
@@ -368,13 +368,6 @@ class Orchestrator:
             if runner.record.life.visible and runner.record.spec.secure and matches(self._tokens.envd(sandbox_id)):
                 return sandbox_id
         return None
-
-    async def story(self, sandbox_id: str) -> tuple[LoggedEvent, ...]:
-        """What happened to a sandbox, oldest first; also for one that has ended. Raises NotFound."""
-        events = await self._store.events(sandbox_id)
-        if not events:
-            raise self._not_found(sandbox_id)
-        return tuple(events)
 
     def _visible(self, sandbox_id: str) -> Runner:
         runner = self._runners.get(sandbox_id)
