@@ -52,7 +52,11 @@ impl Service {
 
     pub(super) fn export(&self, request: &Export) -> Result<Value, Error> {
         let view = match (&request.image, &request.layers) {
-            (Some(name), None) => View::Image(self.table.require(name)?),
+            (Some(name), None) => {
+                let image = self.table.require(name)?;
+                image.image()?;
+                View::Image(image)
+            }
             (None, Some(layers)) => View::Stack(self.layers.stack(layers)?),
             _ => return Err(Error::invalid("export takes either \"image\" or \"layers\"")),
         };

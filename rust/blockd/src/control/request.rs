@@ -54,6 +54,19 @@ pub struct Attach {
     /// Everybody may read it.
     #[serde(default)]
     pub shared: bool,
+    /// It gets its layers later.
+    #[serde(default)]
+    pub blank: bool,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Bind {
+    pub image: String,
+    pub layers: Vec<LayerSpec>,
+    /// What its size must be.
+    #[serde(default)]
+    pub size: Option<u64>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -177,6 +190,7 @@ pub struct Credentials {
 pub enum Op {
     Version,
     Attach(Attach),
+    Bind(Bind),
     Detach(Detach),
     Seal(Seal),
     Compact(Compact),
@@ -206,6 +220,7 @@ impl Op {
         Ok(match name.as_str() {
             "version" => parse::<Nothing>(&name, args).map(|_| Self::Version)?,
             "attach" => Self::Attach(parse(&name, args)?),
+            "bind" => Self::Bind(parse(&name, args)?),
             "detach" => Self::Detach(parse(&name, args)?),
             "seal" => Self::Seal(parse(&name, args)?),
             "compact" => Self::Compact(parse(&name, args)?),

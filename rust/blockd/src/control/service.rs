@@ -46,6 +46,7 @@ impl Service {
         match op {
             Op::Version => Ok(self.version()),
             Op::Attach(request) => self.attach(&request),
+            Op::Bind(request) => self.bind(&request),
             Op::Detach(request) => self.detach(&request),
             Op::Seal(request) => self.seal(&request),
             Op::Compact(request) => self.compact(&request),

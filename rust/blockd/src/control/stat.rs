@@ -3,6 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::UNIX_EPOCH;
 
+use overlaybd::Image;
 use serde_json::{json, Map, Value};
 
 use super::Service;
@@ -36,6 +37,7 @@ impl Service {
                     "target": target,
                     "size": image.size(),
                     "writable": image.is_writable(),
+                    "blank": image.is_blank(),
                 })
             })
             .collect();
@@ -45,10 +47,11 @@ impl Service {
     pub(super) fn stat(&self, name: &str) -> Result<Value, Error> {
         let image = self.table.require(name)?;
         let (path, target) = self.place(name);
-        let stack = image.image().stack();
+        let content = image.image().ok();
+        let stack = content.map(Image::stack);
         let layers: Vec<Value> = stack
-            .layers()
             .iter()
+            .flat_map(|stack| stack.layers())
             .map(|layer| {
                 let info = layer.info();
                 json!({
@@ -61,7 +64,7 @@ impl Service {
                 })
             })
             .collect();
-        let upper = image.image().upper().map(|upper| {
+        let upper = content.and_then(Image::upper).map(|upper| {
             let stats = upper.stats();
             json!({
                 "uuid": upper.info().uuid.to_string(),
@@ -83,8 +86,9 @@ impl Service {
             "attached_at": since.as_secs_f64(),
             "handles": image.handles().open(),
             "layers": layers,
-            "extents": stack.extents(),
+            "extents": stack.map_or(0, |stack| stack.extents()),
             "upper": upper,
+            "blank": content.is_none(),
             "recording": image.recorder().is_some(),
             "counters": Map::from_iter([
                 ("reads", &counters.reads),

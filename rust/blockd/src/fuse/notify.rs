@@ -11,10 +11,17 @@ use super::abi::{InvalEntry, InvalInode, OutHeader, NOTIFY_INVAL_ENTRY, NOTIFY_I
 ///
 /// Must not be called while answering a request: the kernel may wait for locks that the request's caller holds.
 pub fn forget(device: &File, node: u64, name: &str) -> io::Result<()> {
-    let inode = InvalInode { ino: node, off: 0, len: 0 };
-    send(device, NOTIFY_INVAL_INODE, &[inode.as_bytes()])?;
+    forget_content(device, node)?;
     let entry = InvalEntry { parent: ROOT, namelen: name.len() as u32, flags: 0 };
     send(device, NOTIFY_INVAL_ENTRY, &[entry.as_bytes(), name.as_bytes(), b"\0"])
+}
+
+/// Makes the kernel drop a file's cached pages and attributes. It waits for pages that are being read.
+///
+/// Must not be called while answering a request, as [`forget`].
+pub fn forget_content(device: &File, node: u64) -> io::Result<()> {
+    let inode = InvalInode { ino: node, off: 0, len: 0 };
+    send(device, NOTIFY_INVAL_INODE, &[inode.as_bytes()])
 }
 
 fn send(mut device: &File, code: i32, parts: &[&[u8]]) -> io::Result<()> {

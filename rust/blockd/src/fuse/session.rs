@@ -60,6 +60,13 @@ impl Session {
         Ok(session)
     }
 
+    /// Makes the kernel drop the pages it cached of an image that is there.
+    pub fn forget_content(&self, image: &Attached) {
+        if let Err(error) = notify::forget_content(&self.device, image.node()) {
+            tracing::warn!(image = image.name(), %error, "the kernel keeps cached pages of an image that was bound");
+        }
+    }
+
     /// Makes the kernel drop what it cached of a detached image: above all its pages.
     pub fn forget(&self, image: &Attached) {
         if let Err(error) = notify::forget(&self.device, image.node(), image.name()) {

@@ -4,15 +4,16 @@ use std::error::Error as StdError;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::SystemTime;
 
-use overlaybd::{Image, Layer, Place, SECTOR};
+use overlaybd::{Image, Layer, Place, Segment, SECTOR};
 use rustix::io::Errno;
 
 use crate::image::ahead::ReadAhead;
 use crate::image::upper::NameSync;
-use crate::image::{Gate, Handles, Owner, Recorder, UpperDir};
+use crate::image::{Gate, Handles, LayerSpec, Owner, Recorder, UpperDir};
+use crate::{Code, Error};
 
 /// Sectors whose places are looked up at a time when seeking, so that a fragmented image costs bounded memory.
 const SEEK_STEP: u64 = 1 << 16;
@@ -43,11 +44,26 @@ pub struct Counters {
     pub errors: AtomicU64,
 }
 
+/// How an image is shown.
+#[derive(Debug, Clone, Copy)]
+pub struct Manner {
+    /// Who may open it.
+    pub owner: Owner,
+    /// Whether everybody may read it.
+    pub shared: bool,
+    /// Whether to note the order in which it is read.
+    pub record: bool,
+}
+
 /// An image with a name. All methods may run at once.
+///
+/// It is blank until it is bound to its layers, once. Until then a disk reads as zeroes, which a VMM that opens it may look at,
+/// and memory cannot be read at all: the kernel caches what is read of it.
 pub struct Attached {
     name: String,
     node: u64,
-    image: Image,
+    size: u64,
+    image: OnceLock<Image>,
     writable: bool,
     owner: Owner,
     shared: bool,
@@ -65,33 +81,55 @@ pub struct Attached {
 }
 
 impl Attached {
-    /// An image, with the directory of its upper if it has one; `shared` if everybody may read it.
-    pub fn new(
-        name: &str,
-        node: u64,
-        image: Image,
-        upper: Option<UpperDir>,
-        owner: Owner,
-        shared: bool,
-        record: bool,
-    ) -> Self {
+    /// A blank image of `size` bytes, with the directory of its upper if it is to have one.
+    pub fn blank(name: &str, node: u64, size: u64, upper: Option<UpperDir>, manner: Manner) -> Self {
         Self {
             name: name.to_owned(),
             node,
+            size,
             writable: upper.is_some(),
             names: upper.as_ref().map(UpperDir::names),
-            recorder: record.then(|| Recorder::new(image.size())),
+            recorder: manner.record.then(|| Recorder::new(size)),
             ahead: ReadAhead::default(),
             files: Mutex::default(),
-            image,
-            owner,
-            shared,
+            image: OnceLock::new(),
+            owner: manner.owner,
+            shared: manner.shared,
             attached_at: SystemTime::now(),
             handles: Handles::default(),
             gate: Gate::default(),
             counters: Counters::default(),
             upper: Mutex::new(upper),
         }
+    }
+
+    /// Gives it its content, and notes the files of its layers. To be called under [`Attached::upper`] once others see it.
+    ///
+    /// # Errors
+    /// [`Code::Exists`] if it has one, [`Code::Invalid`] if that is of another size.
+    pub fn bind(&self, image: Image, layers: &[LayerSpec]) -> Result<(), Error> {
+        let (name, size, found) = (&self.name, self.size, image.size());
+        if found != size {
+            return Err(Error::invalid(format!("image {name} has {size} bytes, not {found}")));
+        }
+        let stack = image.stack();
+        self.image.set(image).map_err(|_| self.already_bound())?;
+        for (layer, spec) in stack.layers().iter().zip(layers) {
+            if let Some(path) = &spec.path {
+                self.note_file(layer, path);
+            }
+        }
+        Ok(())
+    }
+
+    /// What whoever comes second with a stack is told.
+    pub fn already_bound(&self) -> Error {
+        Error::new(Code::Exists, format!("image {} has its layers already: it is not blank", self.name))
+    }
+
+    /// Whether it has no content yet.
+    pub fn is_blank(&self) -> bool {
+        self.image.get().is_none()
     }
 
     /// Its name.
@@ -106,7 +144,7 @@ impl Attached {
 
     /// Virtual size in bytes.
     pub fn size(&self) -> u64 {
-        self.image.size()
+        self.size
     }
 
     /// Whether it has an upper.
@@ -126,9 +164,10 @@ impl Attached {
 
     /// Notes the file of one of its layers.
     pub fn note_file(&self, layer: &Arc<Layer>, path: &Path) {
-        let stack = self.image.stack();
+        let stack = self.image.get().map(Image::stack);
+        let is_used = |known| stack.iter().flat_map(|stack| stack.layers()).any(|layer| address(layer) == known);
         let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
-        files.retain(|(known, _)| stack.layers().iter().any(|layer| address(layer) == *known));
+        files.retain(|(known, _)| is_used(*known));
         files.push((address(layer), path.to_owned()));
     }
 
@@ -164,8 +203,20 @@ impl Attached {
     }
 
     /// The layers and the upper.
-    pub fn image(&self) -> &Image {
-        &self.image
+    ///
+    /// # Errors
+    /// [`Code::Invalid`] while it is blank.
+    pub fn image(&self) -> Result<&Image, Error> {
+        let blank = || Error::invalid(format!("image {} is blank: it must be bound to its layers first", self.name));
+        self.image.get().ok_or_else(blank)
+    }
+
+    /// Splits the sectors `start..end` by where they live now. A blank image is one hole.
+    pub fn resolve(&self, start: u64, end: u64) -> Vec<Segment> {
+        match self.image.get() {
+            Some(image) => image.resolve(start, end),
+            None => vec![Segment { offset: start, len: end - start, place: Place::Hole }],
+        }
     }
 
     /// Takes the lock under which the image's make-up changes.
@@ -176,10 +227,19 @@ impl Attached {
     /// Reads, less than asked for at the end of the image.
     ///
     /// # Errors
-    /// `EIO`; the log names the layer and the cause.
+    /// `EIO`; the log names the layer and the cause. Memory that is blank.
     pub fn read(&self, buf: &mut [u8], offset: u64) -> Result<usize, Errno> {
-        let result = self.image.read_at(buf, offset);
-        let len = result.map_err(|error| self.failed("read", offset, buf.len() as u64, &error))?;
+        let wanted = buf.len() as u64;
+        let failed = |error: &(dyn StdError + 'static)| self.failed("read", offset, wanted, error);
+        let len = match self.image() {
+            Ok(image) => image.read_at(buf, offset).map_err(|error| failed(&error))?,
+            Err(_) if self.writable => {
+                let len = self.size.saturating_sub(offset).min(wanted) as usize;
+                buf[..len].fill(0);
+                len
+            }
+            Err(blank) => return Err(failed(&blank)),
+        };
         if let Some(recorder) = &self.recorder {
             recorder.note(offset, len as u64);
         }
@@ -190,22 +250,25 @@ impl Attached {
 
     /// Has the kernel read ahead what a read like this one announces. To be called once that is answered.
     pub fn read_ahead(&self, offset: u64, len: u64) {
+        let Some(image) = self.image.get() else { return };
         if let Some(range) = self.ahead.note(offset, len, self.size()) {
-            self.image.read_ahead(range.start, range.end - range.start);
+            image.read_ahead(range.start, range.end - range.start);
         }
     }
 
     /// Writes, less than asked for at the end of the image.
     ///
     /// # Errors
-    /// `ENOSPC` if the disk beneath is full or nothing lies inside the image, `EROFS` without an upper, else `EIO`.
+    /// `ENOSPC` if the disk beneath is full or nothing lies inside the image, `EROFS` without an upper, else `EIO`: also while
+    /// it is blank.
     pub fn write(&self, data: &[u8], offset: u64) -> Result<usize, Errno> {
         let len = self.size().saturating_sub(offset).min(data.len() as u64);
         if len == 0 && !data.is_empty() {
             return Err(Errno::NOSPC);
         }
-        let result = self.image.write_at(&data[..len as usize], offset);
-        result.map_err(|error| self.failed("write", offset, len, &error))?;
+        let failed = |error: &(dyn StdError + 'static)| self.failed("write", offset, len, error);
+        let image = self.image().map_err(|blank| failed(&blank))?;
+        image.write_at(&data[..len as usize], offset).map_err(|error| failed(&error))?;
         self.counters.writes.fetch_add(1, Ordering::Relaxed);
         self.counters.written_bytes.fetch_add(len, Ordering::Relaxed);
         Ok(len as usize)
@@ -217,15 +280,17 @@ impl Attached {
     /// As for [`Attached::write`].
     pub fn zero(&self, offset: u64, len: u64) -> Result<(), Errno> {
         let len = len.min(self.size().saturating_sub(offset));
-        self.image.zero_at(offset, len).map_err(|error| self.failed("zero", offset, len, &error))
+        let image = self.image().map_err(|blank| self.failed("zero", offset, len, &blank))?;
+        image.zero_at(offset, len).map_err(|error| self.failed("zero", offset, len, &error))
     }
 
-    /// Brings every write that has returned to stable storage.
+    /// Brings every write that has returned to stable storage: while it is blank, none.
     ///
     /// # Errors
     /// `ENOSPC` or `EIO`; the call may be repeated.
     pub fn flush(&self) -> Result<(), Errno> {
-        self.image.flush().map_err(|error| self.failed("flush", 0, 0, &error))?;
+        let Some(image) = self.image.get() else { return Ok(()) };
+        image.flush().map_err(|error| self.failed("flush", 0, 0, &error))?;
         if let Some(names) = &self.names {
             names.sync().map_err(|error| self.failed("flush", 0, 0, &error))?;
         }
@@ -245,7 +310,7 @@ impl Attached {
         let mut at = offset / SECTOR;
         while at < end {
             let step = (at + SEEK_STEP).min(end);
-            for segment in self.image.resolve(at, step) {
+            for segment in self.resolve(at, step) {
                 let is_data = matches!(segment.place, Place::Data { .. });
                 if is_data == (what == Seek::Data) {
                     return Ok((segment.offset * SECTOR).max(offset));
@@ -264,7 +329,7 @@ impl Attached {
     fn failed(&self, action: &str, offset: u64, len: u64, error: &(dyn StdError + 'static)) -> Errno {
         let failures = self.counters.errors.fetch_add(1, Ordering::Relaxed) + 1;
         if failures.is_power_of_two() {
-            let cause = crate::Error::caused(crate::Code::Io, action, error).message;
+            let cause = Error::caused(Code::Io, action, error).message;
             tracing::warn!(image = self.name, offset, len, failures, "{cause}");
         }
         errno(error)

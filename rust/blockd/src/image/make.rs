@@ -115,7 +115,7 @@ pub struct CompactRun<'a> {
 /// # Errors
 /// [`Code::Invalid`] if there is no such run; as [`compact`]. The image is then as before.
 pub fn compact_run(image: &Attached, request: &CompactRun<'_>, layers: &Layers) -> Result<Made, Error> {
-    let stack = image.image().stack();
+    let stack = image.image()?.stack();
     let Range { start, end } = request.run;
     let run = stack.layers().get(start..end).filter(|run| !run.is_empty()).ok_or_else(|| {
         let (name, count) = (image.name(), stack.layers().len());
@@ -126,7 +126,7 @@ pub fn compact_run(image: &Attached, request: &CompactRun<'_>, layers: &Layers) 
     // Only now may no seal or detach come in between.
     let _guard = image.upper();
     image
-        .image()
+        .image()?
         .replace_layers(run, &by)
         .map_err(|e| Error::caused(Code::Io, format_args!("compacting image {}", image.name()), &e))?;
     image.note_file(&by, request.path);

@@ -15,7 +15,7 @@ mod table;
 mod transfer;
 mod upper;
 
-pub use attached::{Attached, Counters, Seek};
+pub use attached::{Attached, Counters, Manner, Seek};
 pub use files::remove as remove_file;
 pub use gate::{Gate, Turn, WaitingRead};
 pub use handles::Handles;

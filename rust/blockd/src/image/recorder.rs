@@ -137,7 +137,7 @@ impl WorkingSet {
 /// # Errors
 /// The first layer that failed.
 pub fn prefetch(image: &Attached, set: &WorkingSet) -> Result<u64, Error> {
-    let stack = image.image().stack();
+    let stack = image.image()?.stack();
     let pieces: Vec<u64> = set.pieces(image.size()).collect();
     let ranges: Vec<LayerRange> = pieces
         .chunks((WINDOW / set.chunk).max(1) as usize)

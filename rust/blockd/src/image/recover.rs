@@ -42,6 +42,11 @@ fn scan(dir: &UpperDir) -> io::Result<BTreeMap<u64, Files>> {
     Ok(found)
 }
 
+/// Numbers of the uppers that are there. Other files may be of layers that are not on stable storage yet.
+pub fn uppers(dir: &UpperDir) -> io::Result<Vec<u64>> {
+    Ok(scan(dir)?.into_iter().filter(|(_, files)| files.data).map(|(n, _)| n).collect())
+}
+
 /// Undoes seals that did not happen and finishes those that did.
 pub fn settle_seals(dir: &UpperDir) -> io::Result<()> {
     for (n, files) in scan(dir)? {

@@ -46,7 +46,8 @@ pub fn seal(image: &Attached, path: &Path, layers: &Layers) -> Result<Sealed, Er
         _ => Error::io(&what, &e),
     };
     let mut guard = image.upper();
-    let (Some(dir), Some(upper)) = (guard.as_mut(), image.image().upper()) else {
+    let live = image.image()?;
+    let (Some(dir), Some(upper)) = (guard.as_mut(), live.upper()) else {
         return Err(Error::invalid(format!("{what}: the image has no upper")));
     };
     let (n, next) = (dir.current, dir.current + 1);
@@ -57,7 +58,7 @@ pub fn seal(image: &Attached, path: &Path, layers: &Layers) -> Result<Sealed, Er
     // that both mean nothing yet.
     let named = std::os::unix::fs::symlink(path, &link).and_then(|()| std::fs::hard_link(&data, path));
     let sealed = named.map_err(failed).and_then(|()| {
-        let sealed = image.image().seal_and_continue(new);
+        let sealed = live.seal_and_continue(new);
         sealed.map_err(|e| {
             if let Err(error) = files::remove(path) {
                 tracing::warn!(layer = %path.display(), %error, "the file of a layer that was not sealed stays");

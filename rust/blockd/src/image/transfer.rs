@@ -55,7 +55,7 @@ impl View {
 
     fn resolve(&self, start: u64, end: u64) -> Vec<Segment> {
         match self {
-            Self::Image(image) => image.image().resolve(start, end),
+            Self::Image(image) => image.resolve(start, end),
             Self::Stack(stack) => {
                 let mut segments = Vec::new();
                 stack.resolve(start, end, &mut segments);
@@ -66,7 +66,7 @@ impl View {
 
     fn read(&self, buf: &mut [u8], offset: u64) -> Result<(), Error> {
         let read = match self {
-            Self::Image(image) => image.image().read_at(buf, offset),
+            Self::Image(image) => image.image()?.read_at(buf, offset),
             Self::Stack(stack) => stack.read_at(buf, offset),
         };
         read.map(drop).map_err(|e| Error::caused(Code::Io, "reading the image", &e))

@@ -98,7 +98,13 @@ impl UpperDir {
             UpperMode::Log => Some(create(&self.index(n)).map_err(|e| failed(&e.into()))?),
             UpperMode::Sparse => None,
         };
-        let data = create(&self.data(n)).map_err(|e| failed(&e.into()))?;
+        let data = create(&self.data(n)).map_err(|e| {
+            if index.is_some() {
+                // Or it would be in the way of the next try.
+                let _ = files::remove(&self.index(n));
+            }
+            failed(&e.into())
+        })?;
         let upper = match index {
             Some(index) => Upper::create(data, index, info),
             None => Upper::create_sparse(data, info),
@@ -136,7 +142,9 @@ impl UpperDir {
     /// The file system failed.
     pub fn discard(self) -> Result<(), Error> {
         let failed = |e: io::Error| Error::io(format_args!("removing upper {}", self.path.display()), &e);
-        self.remove_upper(self.current).map_err(failed)?;
+        for n in recover::uppers(&self).map_err(failed)? {
+            self.remove_upper(n).map_err(failed)?;
+        }
         match rustix::fs::rmdir(&self.path) {
             Ok(()) | Err(rustix::io::Errno::NOTEMPTY | rustix::io::Errno::EXIST) => Ok(()),
             Err(error) => Err(failed(error.into())),
