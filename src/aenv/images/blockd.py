@@ -6,21 +6,18 @@ Memory images are in `memory.py`.
 
 import asyncio
 import shutil
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
 
 from aenv.errors import AenvError, ImageError, NotFound
-from aenv.images.client import ControlError, Layer, layers_of
+from aenv.images.client import ControlError, Layer, carried_out, layers_of
 from aenv.images.daemon import BlockDaemon, Run
 from aenv.images.durable import sync_files
 from aenv.images.memory import MemoryImages
 from aenv.images.protocol import Captured, Disk, GuestMemory, Stack
 from aenv.threads import to_its_end
-
-T = TypeVar("T")
 
 UPPER = "upper"
 _BUSY_PAUSES = (0.05, 0.1, 0.2, 0.5)
@@ -39,18 +36,27 @@ class BlockImages:
     async def start(self, in_use: Iterable[Path], memory_in_use: Iterable[str]) -> None:
         run = await self._daemon.start()
         disks = {directory.name for directory in in_use}
-        attached = {str(image.get("image")): Path(image.get("path", "")) for image in await run.client.list()}
+        listed = await run.client.list()
+        attached = {str(image.get("image")): Path(image.get("path", "")) for image in listed if not image.get("blank")}
         memory = self._memory.take_over(run, attached, set(memory_in_use))
-        for name in attached.keys() - disks - memory:
+        for name in {str(image.get("image")) for image in listed} - (disks & attached.keys()) - memory:
             await _detach(run, name)
 
     async def attach(self, stack: Stack, directory: Path, uid: int) -> Disk:
+        return await self._attach(directory, uid, layers_of(stack), stack.size)
+
+    async def attach_blank(self, size: int, directory: Path, uid: int) -> Disk:
+        return await self._attach(directory, uid, [], size, blank=True)
+
+    async def _attach(
+        self, directory: Path, uid: int, layers: Sequence[Layer], size: int, *, blank: bool = False
+    ) -> Disk:
         run = await self._daemon.running()
         attaching = run.client.attach(
-            directory.name, layers_of(stack), upper=directory / UPPER, size=stack.size, owner=uid
+            directory.name, layers, upper=directory / UPPER, size=size, owner=uid, blank=blank
         )
         try:
-            attached = await _to_its_end(attaching)
+            attached = await carried_out(attaching)
         except NotFound as error:
             raise ImageError(f"a layer of the disk in {directory} is missing: {error.message}") from error
         except AenvError:
@@ -59,6 +65,13 @@ class BlockImages:
             raise
         self._runs[directory.name] = run
         return Disk(path=attached.path, size=attached.size)
+
+    async def bind(self, stack: Stack, directory: Path) -> None:
+        binding = self._run_of(directory).client.bind(directory.name, layers_of(stack), size=stack.size)
+        try:
+            await carried_out(binding)
+        except NotFound as error:
+            raise ImageError(f"the blank disk in {directory} is gone: {error.message}") from error
 
     async def open(self, directory: Path) -> Disk:
         run = await self._daemon.running()
@@ -76,7 +89,7 @@ class BlockImages:
         return tuple(Path(layer["path"]) for layer in about["layers"])
 
     async def seal(self, directory: Path, layer: Path) -> None:
-        await _to_its_end(self._run_of(directory).client.seal(directory.name, layer))
+        await carried_out(self._run_of(directory).client.seal(directory.name, layer))
 
     async def lost(self, directory: Path) -> str:
         return f"{await self._run_of(directory).ended()}, and with it the disk"
@@ -90,6 +103,12 @@ class BlockImages:
 
     async def open_memory(self, name: str, stack: Stack, user: str) -> Path:
         return await self._memory.open(name, stack, user)
+
+    async def open_blank_memory(self, name: str, size: int, user: str) -> Path:
+        return await self._memory.open_blank(name, size, user)
+
+    async def bind_memory(self, name: str, stack: Stack) -> None:
+        await self._memory.bind(name, stack)
 
     async def close_memory(self, name: str, user: str) -> None:
         self._memory.close(name, user)
@@ -105,7 +124,7 @@ class BlockImages:
             base=layers_of(base) if base else (),
             mapped=mapped if base else None,
         )
-        return await _to_its_end(capturing)
+        return await carried_out(capturing)
 
     async def compact(self, layers: Sequence[Path], output: Path, *, base: bool) -> None:
         run = await self._daemon.running()
@@ -126,18 +145,6 @@ class BlockImages:
         if run is None:
             raise ImageError(f"no disk is attached in {directory}")
         return run
-
-
-async def _to_its_end(call: Coroutine[Any, Any, T]) -> T:
-    """Await a call. The daemon does what it was told also when the caller is cancelled; known to be done, it can be
-    undone."""
-    calling = asyncio.ensure_future(call)
-    try:
-        return await asyncio.shield(calling)
-    except asyncio.CancelledError:
-        with suppress(AenvError):
-            await asyncio.shield(calling)
-        raise
 
 
 async def _detach(run: Run, name: str) -> None:

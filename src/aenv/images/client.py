@@ -12,12 +12,12 @@ import itertools
 import json
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from aenv.errors import DeadlineExceeded, ImageError, InsufficientStorage, NotFound
+from aenv.errors import AenvError, DeadlineExceeded, ImageError, InsufficientStorage, NotFound
 from aenv.images.protocol import Captured, Stack
 
 MAX_LINE = 1 << 20
@@ -131,11 +131,12 @@ class BlockdClient:
         owner: int | None = None,
         shared: bool = False,
         record: bool = False,
+        blank: bool = False,
         deadline: float = QUICK,
     ) -> Attached:
         """Serve a stack of layers, the lowest first. With `upper`, a directory of its own, it is writable, going on
         with what an earlier attachment left there. `owner` is the user (and group) who may open it; one without upper
-        may be `shared` with all."""
+        may be `shared` with all. A `blank` one has a `size` and no layers: these are for `bind`."""
         mode = "sparse" if sparse else "log"
         answer = await self.call(
             "attach",
@@ -147,7 +148,18 @@ class BlockdClient:
             owner=None if owner is None else {"uid": owner, "gid": owner},
             shared=shared or None,
             record=record or None,
+            blank=blank or None,
             deadline=deadline,
+        )
+        return _build(Attached, answer)
+
+    async def bind(
+        self, image: str, layers: Sequence[Layer], *, size: int | None = None, deadline: float = QUICK
+    ) -> Attached:
+        """Give a blank image its layers, as if it had been attached with them; `size` is what it must have.
+        ControlError with code invalid if they do not do (it is blank as before), with code exists if it is not blank."""
+        answer = await self.call(
+            "bind", image=image, layers=[layer.wire() for layer in layers], size=size, deadline=deadline
         )
         return _build(Attached, answer)
 
@@ -338,6 +350,18 @@ class BlockdClient:
             answer.set_result(ok)
         else:
             answer.set_exception(_error(message.get("error")))
+
+
+async def carried_out(call: Coroutine[Any, Any, T]) -> T:
+    """Await a call. The daemon does what it was told also when the caller is cancelled; known to be done, it can be
+    undone."""
+    calling = asyncio.ensure_future(call)
+    try:
+        return await asyncio.shield(calling)
+    except asyncio.CancelledError:
+        with contextlib.suppress(AenvError):
+            await asyncio.shield(calling)
+        raise
 
 
 def layers_of(stack: Stack) -> list[Layer]:

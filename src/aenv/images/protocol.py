@@ -69,11 +69,22 @@ class ImageStore(Protocol):
 
     async def start(self, in_use: Iterable[Path], memory_in_use: Iterable[str]) -> None:
         """Make ready; whatever an earlier server attached, but the disks of these folders and the memory images of
-        these names, is given up. Called once, first."""
+        these names, is given up, and what is blank in any case. Called once, first."""
         ...
 
     async def attach(self, stack: Stack, directory: Path, uid: int) -> Disk:
         """Make a fresh writable disk over `stack` in `directory`, owned by `uid`."""
+        ...
+
+    async def attach_blank(self, size: int, directory: Path, uid: int) -> Disk:
+        """Make a disk of `size` bytes in `directory`, owned by `uid`, whose content is not known yet: for a VMM that is
+        started ahead. Until it is bound it reads as zeros and refuses writes; of the other calls only `lost`, `bind`
+        and `detach` are for it."""
+        ...
+
+    async def bind(self, stack: Stack, directory: Path) -> None:
+        """Make the blank disk in `directory` what `attach` would have made of `stack`; who has it open goes on with it.
+        Once only. Raises ImageError if the layers or their size do not do: it is blank as before."""
         ...
 
     async def open(self, directory: Path) -> Disk:
@@ -104,8 +115,21 @@ class ImageStore(Protocol):
         `user` and every other one has closed it. What `name` stands for never changes."""
         ...
 
+    async def open_blank_memory(self, name: str, size: int, user: str) -> Path:
+        """A file of `size` bytes for the memory image `name`, whose content is not known yet: for a VMM that is started
+        ahead and maps it. Until it is bound it is `user`'s alone and cannot be read (a mapping that is touched faults).
+        Raises ImageError if there is a memory image of that name."""
+        ...
+
+    async def bind_memory(self, name: str, stack: Stack) -> None:
+        """Make the blank memory image `name` what `open_memory` would have made of `stack`; its mappings show that from
+        then on, and others may open it too. Once only. Raises ImageError if the layers or their size do not do: it is
+        blank as before."""
+        ...
+
     async def close_memory(self, name: str, user: str) -> None:
-        """`user` does not need it any more. Idempotent."""
+        """`user` does not need it any more; nobody needs one that is blank then. Idempotent, also after a cancelled
+        `open_blank_memory`."""
         ...
 
     async def capture(self, memory: GuestMemory, base: Stack | None, mapped: int, output: Path) -> Captured:
