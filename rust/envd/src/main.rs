@@ -6,6 +6,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use envd::{init, log, memory, server, state::State};
+use tokio::net::UdpSocket;
 use tokio::task::JoinSet;
 
 const USAGE: &str = "usage: envd [--host ADDRESS] [--port PORT] [--user NAME] | --version";
@@ -85,12 +86,15 @@ fn serve(host: &str, port: u16, state: Arc<State>) -> std::io::Result<()> {
         let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
         let listener = TcpListener::bind((host, port))?;
         listener.set_nonblocking(true)?;
+        let calls = UdpSocket::bind((host, port)).await?;
         log!("version {} serves {}", envd::VERSION, listener.local_addr()?);
         // Each a task of its own: what wakes one does not have to go through the others.
         let mut tasks = JoinSet::new();
         let (reaper, guest) = (state.processes.reaper.clone(), state.clone());
         tasks.spawn(async { reaper.run().await.map(|never| match never {}) });
         tasks.spawn(async { match keep_edits(guest).await {} });
+        let guest = state.clone();
+        tasks.spawn(async { server::hold::serve(calls, guest).await.map(|never| match never {}) });
         tasks.spawn(async { server::serve(listener, state).await.map(|never| match never {}) });
         tasks.spawn(async move { terminate.recv().await.map_or(Ok(()), Ok) });
         tasks.spawn(async move { interrupt.recv().await.map_or(Ok(()), Ok) });

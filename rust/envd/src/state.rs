@@ -7,6 +7,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 use hyper::header::HeaderMap;
 use tokio::sync::watch;
 
+use crate::auth::is_token;
 use crate::error::RpcError;
 use crate::filesystem::watch::registry::Registry;
 use crate::machine::Machine;
@@ -79,6 +80,11 @@ impl State {
     /// Whether a peer is the host. Outside a guest there is nobody to keep out.
     pub fn is_host(&self, peer: IpAddr) -> bool {
         self.machine.as_ref().is_none_or(|machine| peer == machine.host)
+    }
+
+    /// Whether a caller that presents `token` may give orders.
+    pub fn admits(&self, token: Option<&[u8]>) -> bool {
+        self.with_settings(|settings| settings.access_token.as_ref().is_none_or(|expected| is_token(expected, token)))
     }
 
     /// Looks at the settings as they are now.

@@ -9,6 +9,7 @@ import base64
 import contextlib
 import json
 import os
+import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -29,6 +30,9 @@ CLOCK_EXCHANGE = 0.03
 answer. On a busy host a restored guest's first answer may take a second; the time is said again then."""
 CLOCK_TRIES = 5
 
+CALL_AGAIN = 0.05
+"""Seconds after which a datagram to a guest counts as lost."""
+
 HEALTH_TIMEOUT = 2.0
 CALL_TIMEOUT = 10.0
 
@@ -47,7 +51,7 @@ class GuestInit:
     default_workdir: str
 
     def body(self) -> dict[str, Any]:
-        """The JSON body, stamped with the time of the call and 64 bytes of fresh entropy."""
+        """The JSON body, with 64 bytes of fresh entropy."""
         return {
             "sandboxID": self.sandbox_id,
             "templateID": self.template_id,
@@ -58,9 +62,16 @@ class GuestInit:
             "envVars": dict(self.env_vars),
             "defaultUser": self.default_user,
             "defaultWorkdir": self.default_workdir,
-            "timestamp": _now(),
             "entropy": base64.b64encode(os.urandom(64)).decode(),
         }
+
+    def message(self) -> bytes:
+        """For a guest that is told the time otherwise."""
+        return json.dumps(self.body()).encode()
+
+    def stamped(self) -> dict[str, Any]:
+        """The body with the time of the call."""
+        return {**self.body(), "timestamp": _now()}
 
 
 class GuestClient:
@@ -78,7 +89,7 @@ class GuestClient:
 
         try:
             async with asyncio.timeout(deadline):
-                while (took := await _init(address, init.body, current_token)) is None:  # noqa: ASYNC110 (another machine)
+                while (took := await _init(address, init.stamped, current_token)) is None:  # noqa: ASYNC110 (another machine)
                     await asyncio.sleep(RETRY_INTERVAL)
                 # It has found its pages and its turn by now; what is said again is the time alone.
                 if took > CLOCK_EXCHANGE:
@@ -105,6 +116,23 @@ class GuestClient:
                     await asyncio.sleep(RETRY_INTERVAL)
         except TimeoutError:
             raise _silent(address, deadline) from None
+
+    async def hold(self, address: str, token: str | None, deadline: float) -> bool:
+        """Have the daemon wait at its mailbox (`aenv.guest.mailbox`) for the next quarter of a second, in which the
+        guest is to be frozen; return whether it does. One that does not is greeted over the network when it goes on."""
+        loop = asyncio.get_running_loop()
+        call = b"aenv-hold " + (token or "").encode()
+        with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)) as calls:
+            try:
+                calls.connect((address, ENVD_PORT))
+                async with asyncio.timeout(deadline):
+                    while True:
+                        calls.send(call)
+                        with contextlib.suppress(TimeoutError):
+                            async with asyncio.timeout(CALL_AGAIN):
+                                return await loop.sock_recv(calls, 16) == b"held"
+            except (OSError, TimeoutError):
+                return False
 
     async def sync(self, address: str, token: str | None, deadline: float) -> None:
         """Flush the guest's file systems to its disk: what is written by now survives the machine.

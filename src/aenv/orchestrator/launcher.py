@@ -3,7 +3,7 @@
 import asyncio
 import errno
 import shutil
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from aenv.errors import (
 )
 from aenv.guest.envd import ENVD_PORT, GuestClient, GuestInit
 from aenv.guest.provision import GuestBundle
-from aenv.guest.rehearsal import rehearse
+from aenv.guest.rehearsal import COMMANDS, Command, rehearse
 from aenv.images.protocol import Disk, ImageStore, Stack
 from aenv.lifecycle.events import DiskLost, VmmExited
 from aenv.network.protocol import EgressPolicy, Network, Slot
@@ -40,6 +40,8 @@ from aenv.vmm.protocol import Vm, Vmm, VmSpec
 
 CLOCK_DEADLINE = 5.0
 """Seconds to tell a running guest the time; one that does not answer has other troubles."""
+HOLD_DEADLINE = 0.15
+"""Seconds for a guest to prepare for its capture: what an emulated one takes that has not talked to anybody yet."""
 log = structlog.get_logger(__name__)
 
 CONSOLE_LINES = 5
@@ -89,8 +91,8 @@ class Launcher:
         boot: bool = False,
         baking: bool = False,
     ) -> None:
-        """Have the guest of `source` go on, or boot from its disk (with `boot`, and where only a disk was kept); return
-        when it runs and, if booted, its daemon answers. `baking`: as what others will start from. Notes in `run`
+        """Load the guest of `source`, which goes on with `greet`, or boot from its disk (with `boot`, and where only a
+        disk was kept) and return when its daemon answers. `baking`: as what others will start from. Notes in `run`
         whatever now needs releasing.
 
         Raises Conflict if this node cannot run what was saved, and InfrastructureErrors. On an error or cancellation
@@ -121,12 +123,11 @@ class Launcher:
                 run.vm = await self._vmm.prepare(self._vm_spec(run, template, disk, memory))
 
     async def go_on(self, run: Run, source: Checkpoint) -> None:
-        """Have the guest of `source` go on in a run that is prepared for it. Raises an InfrastructureError."""
+        """Have a run that is prepared for it hold the guest of `source`, frozen. Raises an InfrastructureError."""
         assert run.vm is not None
         async with self.in_time():
             with run.timed("load"):
                 await run.vm.load(await asyncio.to_thread(source.state))
-                await run.vm.thaw()
 
     async def wait_ready(self, run: Run) -> None:
         """Return when the daemon of a run's guest answers. Raises an InfrastructureError."""
@@ -135,13 +136,24 @@ class Launcher:
         with run.timed("guest"):
             await self._wait_ready(run, run.vm, run.slot.address)
 
-    async def rehearse(self, run: Run, template: Template) -> None:
-        """Have a guest that is to be baked run what its copies run first; if it cannot, it is baked all the same."""
+    async def rehearse(self, run: Run, template: Template, commands: Sequence[Command] = COMMANDS) -> None:
+        """Have a guest that nobody owns yet run what its copies, or its owner, will run first. It may be unable to."""
         assert run.slot is not None
         try:
-            await rehearse(run.slot.address, ENVD_PORT, template.user)
+            await rehearse(run.slot.address, ENVD_PORT, template.user, commands)
         except GuestError as error:
             log.warning("template.not_rehearsed", template=template.id, error=error.message)
+
+    async def warm_up(self, run: Run, template: Template, source: Checkpoint) -> None:
+        """Have the guest of `source`, which was loaded, do once what it will be asked for first, then freeze it again:
+        under emulation the first time is the slow one. Raises an InfrastructureError."""
+        assert run.vm is not None
+        await run.vm.thaw()
+        await self.wait_ready(run)
+        if template.source is None:  # in a copy of somebody's sandbox nothing runs that its owner has not asked for
+            await self.rehearse(run, template, COMMANDS[:1])
+        await self.hold(run, source.manifest.guest)
+        await run.vm.freeze()
 
     async def set_egress(self, run: Run, egress: EgressPolicy) -> None:
         """Replace the egress policy of a run. Raises NetworkError, BadRequest."""
@@ -162,8 +174,10 @@ class Launcher:
             ) from None
 
     async def greet(self, run: Run, record: Record, guest: str | None) -> None:
-        """Give the guest its identity. `guest` is the sandbox whose token its daemon wants, if it has one."""
+        """Let the guest go on, if it does not run yet, and give it its identity. `guest` is the sandbox whose token its
+        daemon wants, if it has one. Raises an InfrastructureError."""
         assert run.slot is not None
+        assert run.vm is not None
         init = GuestInit(
             sandbox_id=record.id,
             template_id=record.template.id,
@@ -176,7 +190,24 @@ class Launcher:
         )
         with run.timed("init"):
             deadline = self._settings.orchestrator.boot_deadline
-            await self._unless_ended(run, self._guest.greet(run.slot.address, init, self.token(guest), deadline))
+            greeting = self._greet(run.vm, run.slot.address, init, self.token(guest), deadline)
+            await self._unless_ended(run, greeting)
+
+    async def _greet(self, vm: Vm, address: str, init: GuestInit, token: str | None, deadline: float) -> None:
+        if vm.frozen:
+            try:
+                async with asyncio.timeout(deadline):
+                    if await vm.greet(init.message()):
+                        return
+            except TimeoutError:
+                raise DeadlineExceeded(f"the guest did not take its name within {deadline:g} s") from None
+        await self._guest.greet(address, init, token, deadline)
+
+    async def hold(self, run: Run, guest: str | None) -> None:
+        """Have the daemon of a guest that is about to be captured wait for the name it will go on under. One that is
+        slow to do so is captured all the same. `guest`: as for `greet`."""
+        assert run.slot is not None
+        await self._guest.hold(run.slot.address, self.token(guest), HOLD_DEADLINE)
 
     async def tell_time(self, run: Run, record: Record) -> None:
         """Set the clock of its guest. Raises GuestError, DeadlineExceeded."""

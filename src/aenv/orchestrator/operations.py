@@ -253,6 +253,7 @@ class Operations:
             cold = await asyncio.to_thread(read, self._templates.checkpoint(template.id))
             await self._launcher.start(run, template, EgressPolicy(), cold, boot=True, baking=True)
             await self._launcher.rehearse(run, template)
+            await self._launcher.hold(run, None)
             folder = run.directory / "baked"
             made = await self._capturer.full(run, template.cpu_count, folder, guest=None, thaw=False)
             await self._images.make_durable(made.files)
@@ -272,6 +273,7 @@ class Operations:
         async with run.layers:
             await shorten(self._images, run, at_most=True)
             if memory:
+                await self._launcher.hold(run, guest)
                 vcpus = record.template.cpu_count
                 return await self._capturer.full(run, vcpus, folder, guest=guest, thaw=thaw)
             return await self._capturer.disk(run, folder, token=token, thaw=thaw, forced=forced)

@@ -196,8 +196,7 @@ class Standby:
         waiting = (stock.prepared.popleft() if stock.prepared else await self._prepared(stock)).unwatched()
         try:
             await self._launcher.go_on(waiting.run, waiting.source)
-            # Its first answer is the slow one, under software emulation: nothing of it has been translated yet.
-            await self._launcher.wait_ready(waiting.run)
+            await self._launcher.warm_up(waiting.run, waiting.template, waiting.source)
         except BaseException:
             self._drop(waiting)
             raise

@@ -88,6 +88,10 @@ class FakeVm:
     def handle(self) -> VmHandle:
         return self._machine.handle
 
+    @property
+    def frozen(self) -> bool:
+        return self._machine.phase == "frozen"
+
     async def load(self, state: bytes) -> None:
         fault = self._host.take(_LoadFault)
         if fault == "dies_at_load":
@@ -107,6 +111,10 @@ class FakeVm:
         if self._host.take(_ThawFault):
             raise VmmError(f"the VMM of {self._machine.spec.sandbox_id} cannot thaw: told to fail")
         self._machine.thaw()
+
+    async def greet(self, message: bytes) -> bool:
+        await self.thaw()
+        return False  # a fake guest has no place for it
 
     async def save(self) -> bytes:
         if self._host.take(_SaveFault):

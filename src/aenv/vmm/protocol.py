@@ -76,6 +76,11 @@ class Vm(Protocol):
     @property
     def handle(self) -> VmHandle: ...
 
+    @property
+    def frozen(self) -> bool:
+        """Whether its guest was loaded or frozen, and does not run."""
+        ...
+
     async def load(self, state: bytes) -> None:
         """Give a prepared VMM the device state that `save` returned. The guest is frozen then. Raises VmmError."""
         ...
@@ -86,6 +91,11 @@ class Vm(Protocol):
 
     async def thaw(self) -> None:
         """Let the virtual CPUs go on. Idempotent. Raises VmmError."""
+        ...
+
+    async def greet(self, message: bytes) -> bool:
+        """Let a frozen guest go on with `message` (the JSON of a `POST /init`) for its daemon, if that was captured
+        while it waited for one; return whether it has acted on it. If not, it goes on without. Raises VmmError."""
         ...
 
     async def save(self) -> bytes:

@@ -15,7 +15,7 @@ CONSOLE_ID = "console"
 MEMORY_ID = "ram"
 CONSOLE_BYTES = 64 * 1024
 """Kept of the guest's console, the newest; a power of two, as QEMU demands."""
-MACHINE = 2
+MACHINE = 3
 """The virtual machine that is made here. Raise it with every change that a guest saved before would notice, of the
 options below or of the addresses in `aenv.network.layout`: a guest saved on another machine is not started."""
 TRANSLATION_CACHE_MB = 128

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from aenv.errors import AenvError, DeadlineExceeded, VmmError
+from aenv.guest.mailbox import Mailbox
 from aenv.images.protocol import GuestMemory
 from aenv.vmm.console import last_words
 from aenv.vmm.launch import QMP_SOCKET, Output
-from aenv.vmm.process import Process
+from aenv.vmm.process import Process, read_start_time
 from aenv.vmm.protocol import VmExit, VmHandle, VmSpec
 from aenv.vmm.qemu_command import CONSOLE_BYTES, CONSOLE_ID, JailPath
 from aenv.vmm.qemu_state import find_memory, take_state, write_state
@@ -63,6 +64,7 @@ class QemuVm:
         self._qmp: QmpClient | None = None
         self._phase: Phase | None = None
         self._memory: GuestMemory | None = None
+        self._mailbox: Mailbox | None = None
         self._loaded = asyncio.Event()
         self._reason: str | None = None
         self._stepping_back: asyncio.TimerHandle | None = None
@@ -111,10 +113,16 @@ class QemuVm:
     async def thaw(self) -> None:
         if self._phase != "running":
             self._expect("frozen", "unsure", to="thaw")
-            self._phase = "unsure"
-            await self._execute("cont")
-            self._phase = "running"
-            self._step_back_later()
+            if self._phase == "frozen":  # its daemon may wait to be told that nothing has changed but the time
+                with contextlib.suppress(VmmError):
+                    await self._put(b"{}")
+            await self._go_on()
+
+    async def greet(self, message: bytes) -> bool:
+        self._expect("frozen", to="be greeted")
+        told = await self._put(message)
+        await self._go_on()
+        return told is not None and await told.answered()
 
     async def save(self) -> bytes:
         self._expect("frozen", to="save")
@@ -133,6 +141,10 @@ class QemuVm:
     @property
     def handle(self) -> VmHandle:
         return self._process.handle
+
+    @property
+    def frozen(self) -> bool:
+        return self._phase == "frozen"
 
     @property
     def output(self) -> str:
@@ -172,6 +184,21 @@ class QemuVm:
         await self._release()
         if not self._exit.done():
             self._exit.cancel()
+
+    async def _put(self, message: bytes) -> Mailbox | None:
+        """Leave a message to a frozen guest; the mailbox, if its daemon waits there."""
+        if self._mailbox is None:
+            memory = await self.memory()
+            self._mailbox = await asyncio.to_thread(Mailbox, memory.pid, memory.ranges[0].address)
+            if read_start_time(memory.pid) != memory.start_time:
+                raise VmmError(f"the VMM {memory.pid} is gone")
+        return self._mailbox if await asyncio.to_thread(self._mailbox.put, message) else None
+
+    async def _go_on(self) -> None:
+        self._phase = "unsure"
+        await self._execute("cont")
+        self._phase = "running"
+        self._step_back_later()
 
     def _expect(self, *phases: Phase, to: str) -> None:
         if self._phase not in phases:
@@ -276,6 +303,8 @@ class QemuVm:
             self._stepping_back.cancel()
         if self._qmp is not None:
             await self._qmp.aclose()
+        if self._mailbox is not None:
+            self._mailbox.close()
         self._process.close()
         if self._output is not None:
             self._output.close()

@@ -20,6 +20,8 @@ pub struct Parameters {
     pub dns: IpAddr,
     /// `aenv.hostname`.
     pub hostname: String,
+    /// `aenv.mailbox`: the physical address of memory that the host talks through, in hexadecimal.
+    pub mailbox: Option<u64>,
 }
 
 /// An address with its prefix length, `169.254.0.21/30`.
@@ -66,6 +68,7 @@ impl Default for Parameters {
             gateway,
             dns: gateway.into(),
             hostname: "sandbox".into(),
+            mailbox: None,
         }
     }
 }
@@ -92,6 +95,11 @@ impl Parameters {
                     parameters.hostname = value.to_owned();
                     true
                 }
+                "mailbox" => {
+                    let digits = value.strip_prefix("0x").unwrap_or_default();
+                    parameters.mailbox = u64::from_str_radix(digits, 16).ok();
+                    parameters.mailbox.is_some()
+                }
                 "ip" => set(&mut parameters.address, value),
                 "gw" => set(&mut parameters.gateway, value),
                 "dns" => set(&mut parameters.dns, value),
@@ -116,9 +124,10 @@ mod tests {
     #[test]
     fn reads_the_parameters() {
         let parameters = Parameters::parse(
-            "console=ttyS0 aenv.root=/dev/vdb aenv.ip=10.0.0.2/24 aenv.gw=10.0.0.1 aenv.dns=10.0.0.3 aenv.hostname=h quiet\n",
+            "console=ttyS0 aenv.root=/dev/vdb aenv.ip=10.0.0.2/24 aenv.gw=10.0.0.1 aenv.dns=10.0.0.3 aenv.hostname=h aenv.mailbox=0x800000 quiet\n",
         );
         assert_eq!((parameters.root.as_str(), parameters.hostname.as_str()), ("/dev/vdb", "h"));
+        assert_eq!(parameters.mailbox, Some(8 << 20));
         assert_eq!(parameters.address.to_string(), "10.0.0.2/24");
         assert_eq!(parameters.address.netmask(), Ipv4Addr::new(255, 255, 255, 0));
         assert_eq!((parameters.gateway, parameters.dns), (Ipv4Addr::new(10, 0, 0, 1), "10.0.0.3".parse().expect("ip")));
@@ -127,7 +136,7 @@ mod tests {
     #[test]
     fn nonsense_keeps_the_defaults() {
         let cmdline =
-            "aenv.root=vda aenv.ip=10.0.0.2 aenv.ip=1.1.1.1/33 aenv.gw=x aenv.dns= aenv.hostname=a/b aenv.new=1 aenv.";
+            "aenv.root=vda aenv.ip=10.0.0.2 aenv.ip=1.1.1.1/33 aenv.gw=x aenv.dns= aenv.hostname=a/b aenv.mailbox=8 aenv.new=1 aenv.";
         assert_eq!(Parameters::parse(cmdline), Parameters::default());
         assert_eq!(Parameters::default().address.netmask(), Ipv4Addr::new(255, 255, 255, 252));
         assert_eq!(Address { ip: Ipv4Addr::UNSPECIFIED, prefix: 0 }.netmask(), Ipv4Addr::UNSPECIFIED);

@@ -17,6 +17,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use crate::log;
+use crate::machine::mailbox::Mailbox;
 use crate::machine::{names, Machine};
 use crate::server;
 use crate::state::State;
@@ -101,7 +102,11 @@ fn boot() -> Result<(Machine, String), BootError> {
         // A kernel without the setting has nothing to set.
         let _ = fs::write(Path::new("/proc/sys").join(name), value);
     }
-    let machine = Machine::open(parameters.gateway).context(|| "opening what a launch changes".into())?;
+    // Without it the host greets us over the network.
+    let mailbox = parameters.mailbox.and_then(|address| {
+        Mailbox::open(address).inspect_err(|error| log!("no mailbox at {address:#x}: {error}")).ok()
+    });
+    let machine = Machine::open(parameters.gateway, mailbox).context(|| "opening what a launch changes".into())?;
     // A sandbox without a name or a network is still one a host can look into, on the console at least.
     // Write-back of a virtual disk is the host's business; throttling it here takes timers.
     let disk = parameters.root.trim_start_matches("/dev/");

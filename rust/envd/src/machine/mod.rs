@@ -6,6 +6,7 @@
 pub mod certificates;
 pub mod clock;
 pub mod entropy;
+pub mod mailbox;
 pub mod names;
 pub mod ports;
 
@@ -30,6 +31,8 @@ pub struct Machine {
     pub ports: ports::Range,
     /// Hostname, /etc/hostname and /etc/hosts.
     pub names: names::Names,
+    /// What the host may put a launch's words into, where it has given us such memory.
+    pub mailbox: Option<mailbox::Mailbox>,
     generation: InPlace,
 }
 
@@ -38,9 +41,10 @@ impl Machine {
     ///
     /// # Errors
     /// Those of opening and creating the files.
-    pub fn open(host: Ipv4Addr) -> io::Result<Self> {
+    pub fn open(host: Ipv4Addr, mailbox: Option<mailbox::Mailbox>) -> io::Result<Self> {
         Ok(Self {
             host,
+            mailbox,
             entropy: entropy::Pool::open()?,
             ports: ports::Range::open()?,
             names: names::Names::open()?,

@@ -11,6 +11,7 @@ use serde::{Deserialize, Deserializer};
 use crate::error::HttpError;
 use crate::http::{empty, read_body, Request, Response, Survivor};
 use crate::log;
+use crate::machine::mailbox::Mailbox;
 use crate::machine::{certificates, clock, names, Machine, GENERATION};
 use crate::state::State;
 
@@ -55,7 +56,7 @@ fn present<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<String>,
 pub async fn handle(request: Request, state: &State) -> Result<Response, HttpError> {
     let survivor = request.extensions().get::<Survivor>().cloned().unwrap_or_default();
     let body = read_body(request.into_body(), MAX_BODY).await?;
-    let rest = apply(&body, state)?;
+    let rest = apply(&body, state, None)?;
     if rest.other_guest {
         survivor.mark();
     }
@@ -63,11 +64,12 @@ pub async fn handle(request: Request, state: &State) -> Result<Response, HttpErr
     Ok(empty(StatusCode::NO_CONTENT))
 }
 
-/// Applies of a configuration what can fail; the rest has to follow before another request is looked at.
+/// Applies of a configuration what can fail; the rest has to follow before another request is looked at. With `mailbox` the time
+/// is read there instead, at the moment it is needed.
 ///
 /// # Errors
 /// 400 for a malformed body, before anything is changed; 500 when the machine refuses a change.
-pub fn apply(body: &[u8], state: &State) -> Result<Rest, HttpError> {
+pub fn apply(body: &[u8], state: &State, mailbox: Option<&Mailbox>) -> Result<Rest, HttpError> {
     let bad = |message: String| HttpError::new(StatusCode::BAD_REQUEST, message);
     let mut configuration: Configuration = match body {
         [] => Configuration::default(),
@@ -79,7 +81,7 @@ pub fn apply(body: &[u8], state: &State) -> Result<Rest, HttpError> {
             settings.generation.is_some() && [&None, &settings.generation].contains(&&configuration.generation)
         });
         change
-            .apply(machine, repeated)
+            .apply(machine, mailbox, repeated)
             .map_err(|message| HttpError::new(StatusCode::INTERNAL_SERVER_ERROR, message))?;
     }
     let ports = change.ports;
@@ -137,7 +139,7 @@ pub fn rehearse(state: &State, hostname: &str) {
     let body = format!(
         r#"{{"hostname":"{hostname}","generation":"{generation}","envVars":{{}},"defaultUser":"","defaultWorkdir":""}}"#
     );
-    match apply(body.as_bytes(), state) {
+    match apply(body.as_bytes(), state, None) {
         Ok(rest) => rest.apply(state),
         Err(error) => log!("{error}"),
     }
@@ -203,8 +205,8 @@ impl<'a> MachineChange<'a> {
     }
 
     /// The clock first, because it goes stale while we work.
-    fn apply(&self, machine: &Machine, repeated: bool) -> Result<(), String> {
-        if let Some(unix_ns) = self.unix_ns {
+    fn apply(&self, machine: &Machine, mailbox: Option<&Mailbox>, repeated: bool) -> Result<(), String> {
+        if let Some(unix_ns) = mailbox.map(Mailbox::unix_ns).or(self.unix_ns) {
             clock::step_to(unix_ns, repeated).map_err(|error| format!("cannot set the clock: {error}"))?;
         }
         if let Some(bytes) = &self.entropy {

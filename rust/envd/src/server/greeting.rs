@@ -13,7 +13,6 @@ use std::os::fd::AsRawFd;
 use nix::errno::Errno;
 
 use super::configure;
-use crate::auth::is_token;
 use crate::state::State;
 
 /// Longest request answered here; environments are rarely longer.
@@ -40,14 +39,10 @@ pub fn expect_words(listener: &TcpListener) -> io::Result<()> {
 pub fn answer(stream: TcpStream, remote: IpAddr, state: &State, buffer: &mut [u8]) -> Option<TcpStream> {
     let Ok(length) = peek(&stream, buffer) else { return Some(stream) };
     let Some((body, token)) = parse(&buffer[..length]) else { return Some(stream) };
-    let admitted = state.with_settings(|settings| match &settings.access_token {
-        Some(expected) => is_token(expected, token),
-        None => true,
-    });
-    if !admitted || !state.is_host(remote) {
+    if !state.is_host(remote) || !state.admits(token) {
         return Some(stream);
     }
-    let Ok(rest) = configure::apply(body, state) else { return Some(stream) };
+    let Ok(rest) = configure::apply(body, state, None) else { return Some(stream) };
     // A few bytes on a new connection always fit; a client that has gone does not need them.
     let _ = send(&stream, DONE);
     rest.apply(state);

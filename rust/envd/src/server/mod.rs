@@ -2,6 +2,7 @@
 
 mod configure;
 mod greeting;
+pub mod hold;
 pub mod metrics;
 mod router;
 mod sync;
