@@ -157,7 +157,7 @@ class BlockdClient:
         self, image: str, layers: Sequence[Layer], *, size: int | None = None, deadline: float = QUICK
     ) -> Attached:
         """Give a blank image its layers, as if it had been attached with them; `size` is what it must have.
-        ControlError with code invalid if they do not do (it is blank as before), with code exists if it is not blank."""
+        ControlError with code invalid if they do not do (it stays blank), with code exists if it is not blank."""
         answer = await self.call(
             "bind", image=image, layers=[layer.wire() for layer in layers], size=size, deadline=deadline
         )
