@@ -4,6 +4,7 @@ import errno
 import mmap
 import os
 import random
+import socket
 import stat
 import subprocess
 import sys
@@ -349,3 +350,22 @@ def test_of_those_who_bind_or_detach_at_once_one_wins(blockd: Blockd) -> None:
     finally:
         for connection in connections:
             connection.close()
+
+
+def test_binding_to_an_origin_that_stalls_holds_up_nobody_else(blockd: Blockd) -> None:
+    layers, want = stack(blockd)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(1)
+        stalled = {"url": f"http://127.0.0.1:{silent.getsockname()[1]}/layer", "size": 1 << 30}
+        memory, waiting = blank_memory(blockd), blockd.connect()
+        waiting.send("bind", image="memory", layers=[stalled])
+        silent.accept()[0].close()  # it tries again
+        disk = blank_disk(blockd)
+        blockd.call("bind", image="disk", layers=layers)
+        assert read(disk) == want
+        # Nor who has better layers for the same image.
+        assert blockd.call("stat", image="memory")["blank"]
+        blockd.call("bind", image="memory", layers=layers)
+        assert read(memory) == want
+        waiting.close()
