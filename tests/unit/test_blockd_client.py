@@ -130,9 +130,7 @@ async def test_attach_says_all_it_was_told(daemon: Daemon, client: BlockdClient)
     }
 
 
-async def test_a_blank_image_is_attached_without_layers_and_bound_to_them(
-    daemon: Daemon, client: BlockdClient
-) -> None:
+async def test_a_blank_image_is_attached_without_layers_and_bound_to_them(daemon: Daemon, client: BlockdClient) -> None:
     daemon.handle = answering(path="/m/i", target="fuse", size=4096, layers=0, extents=0)
     await client.attach("i", [], size=4096, shared=True, blank=True)
     daemon.handle = answering(path="/m/i", target="fuse", size=4096, layers=1, extents=3)

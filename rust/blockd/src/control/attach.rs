@@ -217,7 +217,10 @@ fn blank_size(request: &Attach) -> Result<Option<u64>, Error> {
         Some(size) if size > 0 && size % SECTOR == 0 && size <= MAX_VIRTUAL_SIZE => Ok(Some(size)),
         size => {
             let size = size.map_or_else(|| "none".to_owned(), |size| size.to_string());
-            Err(Error::invalid(format!("{}: a blank image needs a size in whole sectors, not {size}", what())))
+            Err(Error::invalid(format!(
+                "{}: a blank image needs a size, in whole sectors of 512 bytes, not {size}",
+                what()
+            )))
         }
     }
 }

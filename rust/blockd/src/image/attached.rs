@@ -113,12 +113,12 @@ impl Attached {
             return Err(Error::invalid(format!("image {name} has {size} bytes, not {found}")));
         }
         let stack = image.stack();
+        // Held over both: whoever sees the layers sees their files.
+        let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
         self.image.set(image).map_err(|_| self.already_bound())?;
-        for (layer, spec) in stack.layers().iter().zip(layers) {
-            if let Some(path) = &spec.path {
-                self.note_file(layer, path);
-            }
-        }
+        let known =
+            stack.layers().iter().zip(layers).filter_map(|(layer, spec)| Some((address(layer), spec.path.clone()?)));
+        files.extend(known);
         Ok(())
     }
 
@@ -227,7 +227,7 @@ impl Attached {
     /// Reads, less than asked for at the end of the image.
     ///
     /// # Errors
-    /// `EIO`; the log names the layer and the cause. Memory that is blank.
+    /// `EIO`, also of memory that is blank; the log names the layer and the cause.
     pub fn read(&self, buf: &mut [u8], offset: u64) -> Result<usize, Errno> {
         let wanted = buf.len() as u64;
         let failed = |error: &(dyn StdError + 'static)| self.failed("read", offset, wanted, error);
