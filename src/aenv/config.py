@@ -89,12 +89,14 @@ class OrchestratorSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StandbySettings:
-    """Guests made ahead of creates for the templates in use: as many as were wanted lately, up to these of each."""
+    """What is made ahead of its use: as much as was wanted lately, up to these numbers of each kind."""
 
     ready: Annotated[int, between(0, 1000)] = 1
-    """Restored and running: a create takes milliseconds. 0: none."""
+    """Guests of a template in use, restored and frozen: a create takes milliseconds. 0: none."""
     prepared: Annotated[int, between(0, 1000)] = 1
-    """VMMs that wait for the template's state. 0: none."""
+    """VMMs that wait for the state of a template, or of a snapshot that sandboxes go back to. 0: none."""
+    blank: Annotated[int, between(0, 1000)] = 1
+    """VMMs of one size that wait for whichever sandbox is resumed next. 0: none."""
     memory_mb: Amount = 2048
     """Most that all ready ones together may have as their guests' memory; what they use is a tenth of it."""
 

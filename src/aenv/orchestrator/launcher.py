@@ -3,7 +3,7 @@
 import asyncio
 import errno
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -78,7 +78,7 @@ class Launcher:
     def new_run(self, sandbox_id: str, number: int | str) -> Run:
         """A run that holds nothing yet."""
         name = f"{sandbox_id}.{number}"
-        directory = self.directory(sandbox_id) / name
+        directory = place(self._settings.sandboxes_dir, name)
         return Run(name=name, directory=directory, boot_id=host_boot_id(), kernel=self._bundle.digest)
 
     async def start(
@@ -121,6 +121,39 @@ class Launcher:
                 memory = await self._images.open_memory(run.image, stack, run.name)
             with run.timed("vmm"):
                 run.vm = await self._vmm.prepare(self._vm_spec(run, template, disk, memory))
+
+    async def prepare_blank(self, run: Run, template: Template, disk_size: int) -> None:
+        """A VMM of this template's size that waits for any guest's disk, memory and state. Errors are those of
+        `start`."""
+        async with self.in_time():
+            run.image, size = run.name, template.memory_mb << 20
+            run.slot = await self._network.acquire(EgressPolicy())
+            await _on_disk(run, run.make_folder)
+            disk = await self._images.attach_blank(disk_size, run.directory, self._uid(run.slot))
+            memory = await self._images.open_blank_memory(run.image, size, run.name)
+            run.vm = await self._vmm.prepare(self._vm_spec(run, template, disk, memory))
+
+    async def fit(self, run: Run, egress: EgressPolicy, source: Checkpoint) -> None:
+        """Make what was prepared ahead hold the guest of `source`, as `start` does. Raises Conflict, and
+        InfrastructureErrors."""
+        assert source.manifest.memory is not None
+        assert source.memory is not None
+        if egress != EgressPolicy():
+            with run.timed("egress"):
+                await self.set_egress(run, egress)
+        if run.is_blank:
+            assert run.image is not None
+            await self._check(source.manifest.memory.requires)
+            with run.timed("bind"):
+                await _on_disk(run, lambda: run.begin_with(source, memory=True))
+                disk = Stack(layers=tuple(run.disk), size=run.disk_size)
+                memory = Stack(layers=tuple(run.memory), size=source.memory.size)
+                await asyncio.gather(
+                    self._images.bind(disk, run.directory), self._images.bind_memory(run.image, memory)
+                )
+        assert run.vm is not None
+        if not run.vm.frozen:
+            await self.go_on(run, source)
 
     async def go_on(self, run: Run, source: Checkpoint) -> None:
         """Have a run that is prepared for it hold the guest of `source`, frozen. Raises an InfrastructureError."""
@@ -283,7 +316,7 @@ class Launcher:
         """The run a previous server began, to be adopted. Raises VmmError."""
         if record.run is None:
             raise VmmError("the record names no run")
-        return Run.of_record(record.run, self.directory(record.id) / record.run.name)
+        return Run.of_record(record.run, place(self._settings.sandboxes_dir, record.run.name))
 
     async def adopt(self, run: Run, record: Record) -> None:
         """Take it over. Raises an InfrastructureError; the caller then sweeps the VMM and releases the rest."""
@@ -299,8 +332,9 @@ class Launcher:
         spec = self._vm_spec(run, record.template, disk, memory)
         run.vm = await self._vmm.adopt(spec, record.run.vm)
 
-    async def release(self, run: Run) -> None:
-        """Give back everything, in the order that makes it safe. Idempotent: a failed try is simply repeated."""
+    async def release(self, run: Run, owner: str | None) -> None:
+        """Give back everything, in the order that makes it safe; but not the folder of the sandbox `owner`. Idempotent:
+        a failed try is simply repeated."""
         async with asyncio.timeout(self._settings.orchestrator.kill_deadline):
             if run.vm is not None:
                 await run.vm.kill()
@@ -311,19 +345,16 @@ class Launcher:
             await self._images.detach(run.directory)
             if run.image is not None:
                 await self._images.close_memory(run.image, run.name)
-            await to_its_end(remove_folder, run.directory)
+            theirs = run.directory.parent
+            doomed = run.directory if owner is not None and theirs == self.directory(owner) else theirs
+            await to_its_end(remove_folder, doomed)
 
     async def _make_disk(self, run: Run, egress: EgressPolicy, source: Checkpoint, *, memory: bool) -> Disk:
         """A slot, and the disk of `source` for the user that goes with it."""
         with run.timed("slot"):
             run.slot = await self._network.acquire(egress)
         with run.timed("disk"):
-            try:
-                await to_its_end(run.begin_with, source, memory=memory)
-            except OSError as error:
-                full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-                kind = InsufficientStorage if full else InfrastructureError
-                raise kind(f"cannot make {run.directory}: {error}") from error
+            await _on_disk(run, run.make_folder, lambda: run.begin_with(source, memory=memory))
             stack = Stack(layers=tuple(run.disk), size=run.disk_size)
             return await self._images.attach(stack, run.directory, self._uid(run.slot))
 
@@ -350,6 +381,23 @@ class Launcher:
             address=slot.address,
             memory=memory,
         )
+
+
+def place(sandboxes_dir: Path, run: str) -> Path:
+    """The folder of a run, by its name: in that of the sandbox it is named after. One that was made ahead is named
+    after nobody, whoever it belongs to now."""
+    return sandboxes_dir / run.partition(".")[0] / run
+
+
+async def _on_disk(run: Run, *work: Callable[[], None]) -> None:
+    """Do `work` in the run's folder. Raises InsufficientStorage, InfrastructureError."""
+    try:
+        for step in work:
+            await to_its_end(step)
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        kind = InsufficientStorage if full else InfrastructureError
+        raise kind(f"cannot make {run.directory}: {error}") from error
 
 
 def remove_folder(folder: Path) -> None:

@@ -6,7 +6,6 @@ A job returns the event that says it is done, or raises with nothing changed: th
 import asyncio
 import uuid
 from collections import defaultdict
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -15,7 +14,7 @@ from typing import Protocol
 
 import structlog
 
-from aenv.errors import AenvError, InfrastructureError, VmmError
+from aenv.errors import AenvError, ImageError, InfrastructureError, VmmError
 from aenv.images.protocol import ImageStore
 from aenv.lifecycle.events import Captured, Event, Launched, Paused, Resumed, RolledBack
 from aenv.network.protocol import EgressPolicy
@@ -26,10 +25,9 @@ from aenv.orchestrator.launcher import Launcher, remove_folder
 from aenv.orchestrator.record import Record, Rest
 from aenv.orchestrator.run import Run
 from aenv.orchestrator.runner import Job, Runner
-from aenv.orchestrator.standby import Waiting
+from aenv.orchestrator.standby import Standby, Waiting, for_creates, for_resumes, for_rollbacks
 from aenv.snapshots import making
 from aenv.snapshots.checkpoint import Checkpoint, read
-from aenv.templates.models import Template
 from aenv.threads import to_its_end
 
 log = structlog.get_logger(__name__)
@@ -53,21 +51,24 @@ class Operations:
         capturer: Capturer,
         images: ImageStore,
         templates: Baking,
-        used: Callable[[Template, Checkpoint], None],
+        standby: Standby,
     ) -> None:
-        """`used` is told of every checkpoint of a template that a sandbox was created from."""
         self._launcher = launcher
         self._capturer = capturer
         self._images = images
         self._templates = templates
-        self._used = used
+        self._standby = standby
         self._baking: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def create(self, waiting: Waiting | None) -> Job:
         """A first launch, from the template's checkpoint: of the guest that waits for it, if there is one."""
 
         async def job(runner: Runner) -> Event:
-            run = await self._claim(runner, waiting) if waiting else None
+            run = None
+            if waiting is not None:
+                assert waiting.want.source is not None, "it was made for a template"
+                if (run := await self._claim(runner, runner.record, waiting.want.source, waiting)) is not None:
+                    self._standby.used(waiting.want)
             if run is None:
                 run = self._launcher.new_run(runner.record.id, runner.record.launches)
                 try:
@@ -118,7 +119,11 @@ class Operations:
             folder = self._launcher.directory(record.id) / record.rest.folder
             source = await asyncio.to_thread(read, folder)
             fresh = _launched_again(runner)
-            run = await self._start(runner, fresh, source, boot=not memory)
+            waiting, wanted = None, for_resumes(record.template, source)
+            if memory and source.manifest.memory is not None:
+                waiting = self._standby.take(wanted.key)
+                self._standby.used(wanted)
+            run = await self._start(runner, fresh, source, boot=not memory, waiting=waiting)
             runner.record = replace(
                 runner.record,
                 generation=fresh.generation,
@@ -172,7 +177,11 @@ class Operations:
             assert before.vm is not None
             try:
                 await before.vm.freeze()
-                run = await self._start(runner, fresh, source)
+                waiting, wanted = None, for_rollbacks(record.template, source)
+                if source.manifest.memory is not None:
+                    waiting = self._standby.take(wanted.key)
+                    self._standby.used(wanted)
+                run = await self._start(runner, fresh, source, waiting=waiting)
             except BaseException:
                 await going_on(before.vm)
                 runner.later(self.tell_time(runner))
@@ -184,8 +193,18 @@ class Operations:
 
         return job
 
-    async def _start(self, runner: Runner, record: Record, source: Checkpoint, *, boot: bool = False) -> Run:
-        """A new run of `record` on `source`, greeted. On an error it is released."""
+    async def _start(
+        self,
+        runner: Runner,
+        record: Record,
+        source: Checkpoint,
+        *,
+        boot: bool = False,
+        waiting: Waiting | None = None,
+    ) -> Run:
+        """A new run of `record` on `source`, greeted: `waiting` if that is of use. On an error it is released."""
+        if waiting is not None and (run := await self._claim(runner, record, source, waiting)) is not None:
+            return run
         run = self._launcher.new_run(record.id, record.launches)
         try:
             await self._launcher.start(run, record.template, record.spec.egress, source, boot=boot)
@@ -196,25 +215,20 @@ class Operations:
             raise
         return run
 
-    async def _claim(self, runner: Runner, waiting: Waiting) -> Run | None:
-        """Make a guest that was made ahead this sandbox's; None if it turns out to be of no use."""
-        record, run = runner.record, waiting.run
+    async def _claim(self, runner: Runner, record: Record, source: Checkpoint, waiting: Waiting) -> Run | None:
+        """Make what was made ahead this sandbox's; None if it turns out to be of no use."""
+        run = waiting.run
         run.timings.clear()
         try:
-            if record.spec.egress != EgressPolicy():
-                with run.timed("egress"):
-                    await self._launcher.set_egress(run, record.spec.egress)
-            if not waiting.ready:
-                await self._launcher.go_on(run, waiting.source)
-            await self._launcher.greet(run, record, waiting.source.manifest.guest)
-        except VmmError as error:
+            await self._launcher.fit(run, record.spec.egress, source)
+            await self._launcher.greet(run, record, source.manifest.guest)
+        except (VmmError, ImageError) as error:
             log.warning("standby.of_no_use", run=run.name, error=error.message)
             runner.let_go(run)
             return None
         except BaseException:
             runner.let_go(run)
             raise
-        self._used(record.template, waiting.source)
         return run
 
     async def _start_template(self, runner: Runner, run: Run) -> str | None:
@@ -233,7 +247,7 @@ class Operations:
         await self._launcher.start(run, template, record.spec.egress, source)
         if source.manifest.memory is None:
             return None
-        self._used(template, source)
+        self._standby.used(for_creates(template, source))
         return source.manifest.guest
 
     async def _baked(self, template_id: str, *, any_kernel: bool) -> Checkpoint | None:
@@ -259,7 +273,7 @@ class Operations:
             await self._images.make_durable(made.files)
             await to_its_end(self._templates.bake, template.id, folder)
             # Before the sandbox itself is started: it may need the last slot.
-            await self._launcher.release(run)
+            await self._launcher.release(run, record.id)
         except BaseException:
             runner.let_go(run)
             raise

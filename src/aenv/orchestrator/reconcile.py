@@ -16,7 +16,7 @@ from aenv.lifecycle.events import Adopted, HostRestarted, Orphaned, StateLost
 from aenv.lifecycle.states import Stable
 from aenv.network.protocol import Network
 from aenv.orchestrator.host import host_boot_id
-from aenv.orchestrator.launcher import remove_folder
+from aenv.orchestrator.launcher import place, remove_folder
 from aenv.orchestrator.operations import Operations
 from aenv.orchestrator.record import Record
 from aenv.orchestrator.runner import Runner
@@ -50,11 +50,12 @@ async def reconcile(
     await _sweep(vmm, candidates.values())
     await network.start({run.slot: candidates[sandbox_id].spec.egress for sandbox_id, run in runs.items()})
     await images.start(
-        [sandboxes_dir / sandbox_id / run.name for sandbox_id, run in runs.items()],
+        [place(sandboxes_dir, run.name) for run in runs.values()],
         {run.image for run in runs.values() if run.image is not None},
     )
-    kept = {r.id: {name for name in (r.run and r.run.name, r.rest and r.rest.folder) if name} for r in records}
-    await asyncio.to_thread(_remove_folders, sandboxes_dir, kept)
+    kept = {sandboxes_dir / r.id / r.rest.folder for r in records if r.rest is not None}
+    kept |= {place(sandboxes_dir, r.run.name) for r in records if r.run is not None}
+    await asyncio.to_thread(_remove_folders, sandboxes_dir, {sandboxes_dir / r.id for r in records}, kept)
 
     runners = {record.id: make_runner(record) for record in records}
     failures = await _adopt([runners[sandbox_id] for sandbox_id in candidates])
@@ -117,16 +118,15 @@ async def _sweep(vmm: Vmm, keep: Iterable[Record]) -> None:
         log.info("reconcile.swept", vmms=killed)
 
 
-def _remove_folders(sandboxes_dir: Path, kept: dict[str, set[str]]) -> None:
-    """Remove the folders of unknown sandboxes, and those of a known one that its record does not name."""
+def _remove_folders(sandboxes_dir: Path, sandboxes: set[Path], kept: set[Path]) -> None:
+    """Remove all folders but those of `sandboxes`, and all in them but those `kept`, which may also lie in others."""
     try:
         sandboxes_dir.mkdir(mode=0o711, parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"cannot make {sandboxes_dir}: {error}") from error
-    doomed = [folder for folder in sandboxes_dir.iterdir() if folder.name not in kept]
-    for sandbox_id, names in kept.items():
-        if (folder := sandboxes_dir / sandbox_id).is_dir():
-            doomed += [part for part in folder.iterdir() if part.name not in names]
+    folders = sandboxes | {folder.parent for folder in kept}
+    doomed = [folder for folder in sandboxes_dir.iterdir() if folder not in folders]
+    doomed += [part for folder in folders if folder.is_dir() for part in folder.iterdir() if part not in kept]
     for folder in doomed:
         try:
             remove_folder(folder)

@@ -57,13 +57,21 @@ class Run:
         """Note how long a step has taken since `began` (time.perf_counter)."""
         self.timings[step] = round((time.perf_counter() - began) * 1000, 3)
 
-    def begin_with(self, checkpoint: Checkpoint, *, memory: bool) -> None:
-        """Make its folder, with links to the layers of `checkpoint`. System calls only. Raises OSError."""
+    @property
+    def is_blank(self) -> bool:
+        """Whether it was made ahead of knowing what it begins with."""
+        return not self.disk
+
+    def make_folder(self) -> None:
+        """System calls only. Raises OSError."""
         (self.directory / LAYERS).mkdir(mode=0o700, parents=True)
+
+    def begin_with(self, checkpoint: Checkpoint, *, memory: bool) -> None:
+        """Fill its folder with links to the layers of `checkpoint`. System calls only. Raises OSError."""
         self.disk, self.disk_size = self._linked("disk", checkpoint.disk), checkpoint.disk.size
         if memory and (stack := checkpoint.memory) is not None and checkpoint.manifest.memory is not None:
             self.memory = self._linked("memory", stack)
-            self.mapped, self.image = len(self.memory), checkpoint.manifest.memory.id
+            self.mapped, self.image = len(self.memory), self.image or checkpoint.manifest.memory.id
             self.kernel = checkpoint.manifest.memory.requires.kernel
 
     def _linked(self, kind: Literal["disk", "memory"], stack: Stack) -> list[Path]:

@@ -324,7 +324,7 @@ class Runner:
 
     async def _release(self, run: Run) -> str | None:
         await self.settle_writes()
-        return await self._in_tries(run.name, lambda: self._launcher.release(run))
+        return await self._in_tries(run.name, lambda: self._launcher.release(run, self.record.id))
 
     async def _tear_down(self) -> None:
         if self._working is not None:

@@ -95,7 +95,7 @@ class Orchestrator:
         self._launcher = launcher
         self._standby = Standby(settings=settings.standby, launcher=launcher, new_id=_new_id, quiet=self._quiet)
         self._do = Operations(
-            launcher=launcher, capturer=capturer, images=images, templates=templates, used=self._standby.used
+            launcher=launcher, capturer=capturer, images=images, templates=templates, standby=self._standby
         )
         self._snapshots = Snapshots(library=templates, images=images)
         self._network = network
@@ -167,7 +167,7 @@ class Orchestrator:
     async def create(self, spec: CreateSpec, *, idempotency_key: str | None = None) -> Sandbox:
         self._check_open()
         template = self._templates.resolve(spec.template)
-        waiting = self._standby.take(template)
+        waiting = self._standby.take(template.id)
         sandbox_id = waiting.id if waiting else _new_id()
         try:
             if idempotency_key is not None:
