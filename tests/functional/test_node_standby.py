@@ -1,13 +1,16 @@
-"""Guests made ahead of creates, on the fake VMM."""
+"""What is made ahead of creates, resumes and rollbacks, on the fake VMM."""
 
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 from node_harness import NOTHING, Node, needs_root, rows, running_node, until
 
 from aenv.config import StandbySettings
+from aenv.orchestrator.record import RunRecord
 
 pytestmark = needs_root
 
@@ -89,3 +92,113 @@ async def test_a_guest_that_dies_as_it_is_claimed_costs_the_create_only_time(nod
     prepared = await node.create()  # the one that was prepared, and cannot load its state
     for created in (ready, prepared):
         assert (await node.health(created["sandboxID"])).status_code == 204
+
+
+async def api(node: Node, sandbox_id: str, verb: str, body: object = None, status: int = 200) -> Any:
+    answer = await node.http.post(f"/sandboxes/{sandbox_id}/{verb}", json=body)
+    assert answer.status_code == status, (verb, answer.status_code, answer.text)
+    return answer.json() if answer.content else None
+
+
+async def remembered(node: Node, created: dict[str, Any], value: str | None = None) -> str:
+    """What the guest of a sandbox keeps in its memory, after `value` was put there."""
+    address = node.host.machines[(await run_of(node, created["sandboxID"])).vm].spec.address
+    async with httpx.AsyncClient(base_url=f"http://{address}:49983", trust_env=False) as guest:
+        if value is not None:
+            assert (await guest.post("/values/v", content=value)).is_success
+        return (await guest.get("/values/v")).text
+
+
+async def run_of(node: Node, sandbox_id: str) -> RunRecord:
+    async with rows(node) as store:
+        (record,) = [record for record in await store.live() if record.id == sandbox_id]
+    assert record.run is not None
+    return record.run
+
+
+@pytest.fixture
+async def blank(tmp_path: Path) -> AsyncIterator[Node]:
+    async with running_node(tmp_path, standby=StandbySettings(ready=0, prepared=1, blank=1)) as made:
+        yield made
+
+
+async def pause_and_resume(node: Node, sandbox_id: str) -> None:
+    await api(node, sandbox_id, "pause", status=204)
+    await api(node, sandbox_id, "resume", {"timeout": 300}, status=201)
+
+
+async def test_a_resume_takes_the_vmm_that_waits_for_any_sandbox(blank: Node) -> None:
+    created = await blank.create()
+    sandbox_id = created["sandboxID"]
+    await remembered(blank, created, "one")
+    await pause_and_resume(blank, sandbox_id)  # shows that one is wanted
+    # Beside the sandbox one prepared for creates, and one blank.
+    await until(lambda: waiting(blank) == 3)
+    assert await remembered(blank, created, "two") == "two"
+    before = {handle for handle, machine in blank.host.machines.items() if machine.phase == "waiting"}
+    await pause_and_resume(blank, sandbox_id)
+    run = await run_of(blank, sandbox_id)
+    assert run.vm in before
+    assert not run.name.startswith(sandbox_id)
+    assert await remembered(blank, created) == "two"
+    # It is captured, and resumed, from that one like from any other.
+    await remembered(blank, created, "three")
+    await pause_and_resume(blank, sandbox_id)
+    assert await remembered(blank, created) == "three"
+
+
+async def test_a_sandbox_on_a_vmm_made_ahead_survives_the_server_and_leaves_nothing(blank: Node) -> None:
+    created = await blank.create()
+    sandbox_id = created["sandboxID"]
+    await pause_and_resume(blank, sandbox_id)
+    await until(lambda: waiting(blank) == 3)
+    await remembered(blank, created, "kept")
+    await pause_and_resume(blank, sandbox_id)
+    run = await run_of(blank, sandbox_id)
+    await blank.stop()
+    await blank.start()
+    assert (await run_of(blank, sandbox_id)).vm == run.vm
+    assert await remembered(blank, created) == "kept"
+    await api(blank, sandbox_id, "pause", status=204)
+    await until(lambda: [folder.name for folder in blank.settings.sandboxes_dir.iterdir()] == [sandbox_id])
+    await api(blank, sandbox_id, "resume", {"timeout": 300}, status=201)
+    assert await remembered(blank, created) == "kept"
+    assert (await blank.http.delete(f"/sandboxes/{sandbox_id}")).status_code == 204
+    await blank.stop()
+    assert blank.leftovers() == NOTHING
+
+
+async def test_a_blank_one_of_no_use_costs_the_resume_only_time(blank: Node) -> None:
+    created = await blank.create()
+    await remembered(blank, created, "kept")
+    await pause_and_resume(blank, created["sandboxID"])
+    await until(lambda: waiting(blank) == 3)
+    blank.host.faults.extend(["load_fails"])
+    await pause_and_resume(blank, created["sandboxID"])
+    assert (await run_of(blank, created["sandboxID"])).name.startswith(created["sandboxID"])
+    assert await remembered(blank, created) == "kept"
+
+
+async def test_a_policy_of_its_own_is_in_force_on_a_vmm_made_ahead(blank: Node) -> None:
+    created = await blank.create(allow_internet_access=False)
+    await pause_and_resume(blank, created["sandboxID"])
+    await until(lambda: waiting(blank) == 3)
+    await pause_and_resume(blank, created["sandboxID"])
+    run = await run_of(blank, created["sandboxID"])
+    assert not run.name.startswith(created["sandboxID"])
+    assert not blank.network.policies[run.slot].internet
+
+
+async def test_who_goes_back_to_a_snapshot_again_finds_a_vmm_prepared_for_it(blank: Node) -> None:
+    created = await blank.create()
+    sandbox_id = created["sandboxID"]
+    await remembered(blank, created, "then")
+    snapshot = (await api(blank, sandbox_id, "snapshots", {}, status=201))["snapshotID"]
+    for again in (False, True):
+        await remembered(blank, created, "later")
+        before = {handle for handle, machine in blank.host.machines.items() if machine.phase == "waiting"}
+        await api(blank, sandbox_id, "rollback", {"snapshotID": snapshot})
+        assert await remembered(blank, created) == "then"
+        run = await run_of(blank, sandbox_id)
+        assert (run.vm in before) is again
+        await until(lambda: waiting(blank) == 3)  # one for creates, one for this snapshot

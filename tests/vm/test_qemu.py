@@ -17,7 +17,7 @@ from aenv.guest.provision import GuestBundle
 from aenv.vmm import cgroup, jail, qemu_vm
 from aenv.vmm.accel import PROBE_DEADLINE, AccelProver, try_kvm
 from aenv.vmm.launch import QMP_SOCKET, find_program
-from aenv.vmm.process import NICE, Process, mark, read_mark, read_start_time
+from aenv.vmm.process import SECOND, Process, mark, read_mark, read_start_time
 from aenv.vmm.protocol import VmHandle
 from aenv.vmm.qemu import QemuVmm
 from aenv.vmm.qemu_command import CONSOLE_BYTES
@@ -141,11 +141,11 @@ class TestJail:
         threads = [int(task) for task in os.listdir(f"/proc/{pid}/task")]  # noqa: PTH208
         assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {os.getpriority(os.PRIO_PROCESS, 0)}
         async with asyncio.timeout(30):
-            while os.getpriority(os.PRIO_PROCESS, pid) != NICE:  # noqa: ASYNC110 (the kernel tells nobody)
+            while os.getpriority(os.PRIO_PROCESS, pid) != SECOND:  # noqa: ASYNC110 (the kernel tells nobody)
                 await asyncio.sleep(0.05)
-        assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {NICE}
+        assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {SECOND}
         if proc(vm, "autogroup").exists():
-            assert proc(vm, "autogroup").read_text().split()[-2:] == ["nice", str(NICE)]
+            assert proc(vm, "autogroup").read_text().split()[-2:] == ["nice", str(SECOND)]
 
     async def test_the_mark_names_home_and_sandbox(self, place: Lab, vmm: QemuVmm) -> None:
         vm = await vmm.boot(place.spec("sb"))

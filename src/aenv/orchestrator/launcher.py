@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 
@@ -40,6 +40,10 @@ from aenv.vmm.protocol import Vm, Vmm, VmSpec
 
 CLOCK_DEADLINE = 5.0
 """Seconds to tell a running guest the time; one that does not answer has other troubles."""
+T = TypeVar("T")
+
+AHEAD = ".ahead"
+"""Ends the name of a run that was made before anybody asked for it."""
 HOLD_DEADLINE = 0.15
 """Seconds for a guest to prepare for its capture: what an emulated one takes that has not talked to anybody yet."""
 log = structlog.get_logger(__name__)
@@ -138,6 +142,8 @@ class Launcher:
         InfrastructureErrors."""
         assert source.manifest.memory is not None
         assert source.memory is not None
+        assert run.vm is not None
+        run.vm.claim()
         if egress != EgressPolicy():
             with run.timed("egress"):
                 await self.set_egress(run, egress)
@@ -151,7 +157,6 @@ class Launcher:
                 await asyncio.gather(
                     self._images.bind(disk, run.directory), self._images.bind_memory(run.image, memory)
                 )
-        assert run.vm is not None
         if not run.vm.frozen:
             await self.go_on(run, source)
 
@@ -221,20 +226,17 @@ class Launcher:
             default_user=record.template.user,
             default_workdir=record.template.workdir,
         )
+        deadline = self._settings.orchestrator.boot_deadline
+        if run.vm.frozen:
+            with run.timed("greet"):
+                try:
+                    async with asyncio.timeout(deadline):
+                        if await self._unless_ended(run, run.vm.greet(init.message())):
+                            return
+                except TimeoutError:
+                    raise DeadlineExceeded(f"the guest did not take its name within {deadline:g} s") from None
         with run.timed("init"):
-            deadline = self._settings.orchestrator.boot_deadline
-            greeting = self._greet(run.vm, run.slot.address, init, self.token(guest), deadline)
-            await self._unless_ended(run, greeting)
-
-    async def _greet(self, vm: Vm, address: str, init: GuestInit, token: str | None, deadline: float) -> None:
-        if vm.frozen:
-            try:
-                async with asyncio.timeout(deadline):
-                    if await vm.greet(init.message()):
-                        return
-            except TimeoutError:
-                raise DeadlineExceeded(f"the guest did not take its name within {deadline:g} s") from None
-        await self._guest.greet(address, init, token, deadline)
+            await self._unless_ended(run, self._guest.greet(run.slot.address, init, self.token(guest), deadline))
 
     async def hold(self, run: Run, guest: str | None) -> None:
         """Have the daemon of a guest that is about to be captured wait for the name it will go on under. One that is
@@ -299,8 +301,8 @@ class Launcher:
         finally:
             await _cancelled(exiting, losing)
 
-    async def _unless_ended(self, run: Run, work: Awaitable[None]) -> None:
-        """Await `work`, but raise VmmError as soon as the guest cannot go on."""
+    async def _unless_ended(self, run: Run, work: Awaitable[T]) -> T:
+        """The outcome of `work`, but raise VmmError as soon as the guest cannot go on."""
         working = asyncio.ensure_future(work)
         ending = asyncio.ensure_future(self.ended(run))
         try:
@@ -308,7 +310,7 @@ class Launcher:
             if not working.done():
                 what = "VMM" if isinstance(ending.result(), VmmExited) else "disk"
                 raise VmmError(f"the {what} ended before the guest was ready: {ending.result().detail}")
-            await working
+            return await working
         finally:
             await _cancelled(working, ending)
 
@@ -380,6 +382,7 @@ class Launcher:
             mac=slot.mac,
             address=slot.address,
             memory=memory,
+            ahead=run.name.endswith(AHEAD),
         )
 
 

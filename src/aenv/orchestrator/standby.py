@@ -18,7 +18,7 @@ import structlog
 
 from aenv.config import StandbySettings
 from aenv.network.protocol import EgressPolicy
-from aenv.orchestrator.launcher import Launcher
+from aenv.orchestrator.launcher import AHEAD, Launcher
 from aenv.orchestrator.run import Run
 from aenv.snapshots.checkpoint import Checkpoint
 from aenv.templates.models import Template
@@ -219,7 +219,7 @@ class Standby:
 
     async def _prepared(self, want: Want) -> Waiting:
         sandbox_id = self._new_id()
-        run = self._launcher.new_run(sandbox_id, "ahead")
+        run = self._launcher.new_run(sandbox_id, AHEAD[1:])
         try:
             if want.source is None:
                 await self._launcher.prepare_blank(run, want.template, want.disk_size)

@@ -92,6 +92,9 @@ class FakeVm:
     def frozen(self) -> bool:
         return self._machine.phase == "frozen"
 
+    def claim(self) -> None:
+        pass
+
     async def load(self, state: bytes) -> None:
         fault = self._host.take(_LoadFault)
         if fault == "dies_at_load":

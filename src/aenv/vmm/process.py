@@ -58,8 +58,8 @@ def read_mark(pid: int) -> str | None:
     return None
 
 
-NICE = 5
-"""Of a VMM that came second, see `Process.step_back`."""
+FIRST, SECOND, LAST = 0, 5, 15
+"""How nice a VMM is: one that somebody waits for, one that runs, one that nobody has asked for yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,15 +138,15 @@ class Process:
         """Return when it has ended."""
         await self._ended.wait()
 
-    def step_back(self) -> None:
-        """Let it come second to the server when there is not CPU time for all."""
+    def give_way(self, nice: int) -> None:
+        """Let others come first when there is not CPU time for all. Needs root, who may also take it back."""
         if self.ended or self._pidfd < 0:
             return
         with contextlib.suppress(OSError):  # it may be ending
             for thread in (PROC / str(self.handle.pid) / "task").iterdir():
-                os.setpriority(os.PRIO_PROCESS, int(thread.name), NICE)
+                os.setpriority(os.PRIO_PROCESS, int(thread.name), nice)
             # Of its session, which is what counts where the kernel schedules by session (sched_autogroup).
-            (PROC / str(self.handle.pid) / "autogroup").write_text(str(NICE))
+            (PROC / str(self.handle.pid) / "autogroup").write_text(str(nice))
 
     async def kill(self, deadline: float) -> None:
         """SIGKILL, and wait for the end. Raises DeadlineExceeded."""

@@ -22,6 +22,7 @@ class VmSpec:
     inside it, `address` where the host reaches the guest's ports.
 
     `zero_freed`: a guest that boots clears the memory its programs give back, so that captures do not carry it.
+    `ahead`: nobody has asked for it yet, so it gives way to all others until it is claimed.
     `memory` is a file of `memory_mb` that a guest's memory was captured into: mapped privately, so nothing writes it.
     """
 
@@ -40,6 +41,7 @@ class VmSpec:
     address: str
     memory: Path | None = None
     zero_freed: bool = False
+    ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +81,10 @@ class Vm(Protocol):
     @property
     def frozen(self) -> bool:
         """Whether its guest was loaded or frozen, and does not run."""
+        ...
+
+    def claim(self) -> None:
+        """Somebody waits for this VMM that was made ahead: it need not give way any longer. Idempotent."""
         ...
 
     async def load(self, state: bytes) -> None:

@@ -102,7 +102,7 @@ class QemuVmm:
         if read_mark(handle.pid) != mark(self._home, spec.sandbox_id):
             process.close()
             raise VmmError(f"the process {handle.pid} is not the VMM of {spec.sandbox_id}")
-        vm = self._vm(process, spec, None)
+        vm = self._vm(process, replace(spec, ahead=False), None)
         try:
             if await vm.control(_CONTROL_DEADLINE) == "waiting":
                 raise VmmError(f"the VMM process {handle.pid} never got a state to go on from")

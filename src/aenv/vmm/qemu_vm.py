@@ -6,6 +6,7 @@ import binascii
 import contextlib
 import os
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ from aenv.guest.mailbox import Mailbox
 from aenv.images.protocol import GuestMemory
 from aenv.vmm.console import last_words
 from aenv.vmm.launch import QMP_SOCKET, Output
-from aenv.vmm.process import Process, read_start_time
+from aenv.vmm.process import FIRST, LAST, SECOND, Process, read_start_time
 from aenv.vmm.protocol import VmExit, VmHandle, VmSpec
 from aenv.vmm.qemu_command import CONSOLE_BYTES, CONSOLE_ID, JailPath
 from aenv.vmm.qemu_state import find_memory, take_state, write_state
@@ -67,7 +68,7 @@ class QemuVm:
         self._mailbox: Mailbox | None = None
         self._loaded = asyncio.Event()
         self._reason: str | None = None
-        self._stepping_back: asyncio.TimerHandle | None = None
+        self._giving_way: asyncio.TimerHandle | None = None
         self._attention = asyncio.Event()
         self._exit: asyncio.Future[VmExit] = asyncio.get_running_loop().create_future()
         self._watcher: asyncio.Task[None] = asyncio.create_task(self._watch(), name=f"vmm-{process.handle.pid}")
@@ -83,8 +84,15 @@ class QemuVm:
             self._die(reason)
             raise VmmError(reason)
         if self._phase == "running":
-            self._step_back_later()
+            self._give_way_later()
+        if self._spec.ahead:
+            self._process.give_way(LAST)
         return self._phase
+
+    def claim(self) -> None:
+        if self._spec.ahead:
+            self._process.give_way(FIRST)
+            self._spec = replace(self._spec, ahead=False)
 
     async def load(self, state: bytes) -> None:
         self._expect("waiting", to="take a state")
@@ -198,7 +206,7 @@ class QemuVm:
         self._phase = "unsure"
         await self._execute("cont")
         self._phase = "running"
-        self._step_back_later()
+        self._give_way_later()
 
     def _expect(self, *phases: Phase, to: str) -> None:
         if self._phase not in phases:
@@ -293,14 +301,13 @@ class QemuVm:
         if isinstance(status, dict) and (reason := _DEAD_STATES.get(str(status.get("status")))):
             self._die(reason)
 
-    def _step_back_later(self) -> None:
-        if self._stepping_back is None:
-            step_back = self._process.step_back
-            self._stepping_back = asyncio.get_running_loop().call_later(_HEAD_START, step_back)
+    def _give_way_later(self) -> None:
+        if self._giving_way is None and not self._spec.ahead:
+            self._giving_way = asyncio.get_running_loop().call_later(_HEAD_START, self._process.give_way, SECOND)
 
     async def _release(self) -> None:
-        if self._stepping_back is not None:
-            self._stepping_back.cancel()
+        if self._giving_way is not None:
+            self._giving_way.cancel()
         if self._qmp is not None:
             await self._qmp.aclose()
         if self._mailbox is not None:
