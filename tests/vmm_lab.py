@@ -29,6 +29,10 @@ RESET = bytes.fromhex("0f 01 1d 00 00 20 00 cc".replace(" ", ""))
 """lidt [0x200000] (zeros); int3: a triple fault"""
 FLOOD = bytes.fromhex("ee eb fd".replace(" ", ""))
 """again: out dx, al; jmp again"""
+HELD = bytes.fromhex("c70500008000 61656e76 c70504008000 6d627831 c70508008000 01000000")
+"""At 8 MiB: aenvmbx1, held"""
+WAIT = HELD + bytes.fromhex("833d0800800002 75f7 c70508008000 03000000") + HALT
+"""... again: is it told? then done"""
 BEAT = bytes.fromhex(
     "0f31 89c3 a300003000 c7050400300000000000"  # rdtsc: who it is, in ebx and at 3 MiB; beats, after it: 0
     "be00003000 ff4604 391e 75fe baf8030000"  # again: one more beat; hang if memory and register disagree

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import signal
+import struct
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from aenv.config import VmmSettings
 from aenv.errors import VmmError
+from aenv.guest import mailbox
 from aenv.guest.provision import GuestBundle
 from aenv.vmm import cgroup, jail, qemu_vm
 from aenv.vmm.accel import PROBE_DEADLINE, AccelProver, try_kvm
@@ -23,7 +25,7 @@ from aenv.vmm.qemu import QemuVmm
 from aenv.vmm.qemu_command import CONSOLE_BYTES
 from aenv.vmm.qemu_vm import QemuVm
 from aenv.vmm.qmp import QmpClient
-from vmm_lab import FLOOD, HALT, RESET, Lab, lab, needs_qemu, real_bundle
+from vmm_lab import FLOOD, HALT, HELD, RESET, WAIT, Lab, lab, needs_qemu, real_bundle
 
 pytestmark = [pytest.mark.vm, needs_qemu]
 
@@ -209,6 +211,61 @@ class TestJailServer:
         monkeypatch.setattr(cgroup, "create", lambda *_, **__: place.root / "absent")
         with pytest.raises(VmmError, match=r"sb did not start: .*No such file"):
             await vmm.boot(place.spec("sb"))
+
+
+class TestMailbox:
+    async def test_a_guest_that_waits_is_told_who_it_is(self, place: Lab, vmm: QemuVmm) -> None:
+        vm = await vmm.boot(place.spec("sb", action=WAIT))
+        memory = await vm.memory()
+        where = memory.ranges[0].address + mailbox.ADDRESS
+        with proc(vm, "mem").open("rb", buffering=0) as file:
+
+            def state() -> int:
+                return struct.unpack_from("<I", os.pread(file.fileno(), 12, where), 8)[0]
+
+            async with asyncio.timeout(30):
+                while state() != 1:  # noqa: ASYNC110 (another machine)
+                    await asyncio.sleep(0.01)
+            await vm.freeze()
+            async with asyncio.timeout(30):
+                assert await vm.greet(b'{"hostname":"h"}')
+            assert state() == 3
+            assert os.pread(file.fileno(), 16, where + 64) == b'{"hostname":"h"}'
+            await vm.freeze()
+            assert not await vm.greet(b"{}"), "it does not wait any more"
+
+    async def test_the_source_of_a_capture_is_told_to_go_on(self, place: Lab, vmm: QemuVmm) -> None:
+        vm = await vmm.boot(place.spec("sb", action=WAIT))
+        where = (await vm.memory()).ranges[0].address + mailbox.ADDRESS
+        with proc(vm, "mem").open("rb", buffering=0) as file:
+
+            def head() -> tuple[int, int]:
+                state, length = struct.unpack_from("<II", os.pread(file.fileno(), 16, where), 8)
+                return state, length
+
+            async with asyncio.timeout(30):
+                while head() != (1, 0):  # noqa: ASYNC110 (another machine)
+                    await asyncio.sleep(0.01)
+                await vm.freeze()
+                await vm.thaw()
+                while head() != (3, 2):  # noqa: ASYNC110 (another machine)
+                    await asyncio.sleep(0.01)
+
+    async def test_a_guest_that_dies_while_it_is_told(self, place: Lab, vmm: QemuVmm) -> None:
+        vm = await vmm.boot(place.spec("sb", action=HELD + HALT))
+        where = (await vm.memory()).ranges[0].address + mailbox.ADDRESS
+        with proc(vm, "mem").open("rb", buffering=0) as file:
+            async with asyncio.timeout(30):
+                while os.pread(file.fileno(), 9, where)[8:] != b"\1":  # noqa: ASYNC110 (another machine)
+                    await asyncio.sleep(0.01)
+        await vm.freeze()
+        greeting = asyncio.create_task(vm.greet(b"{}"))
+        await asyncio.sleep(0)
+        os.kill(vm.handle.pid, signal.SIGKILL)
+        async with asyncio.timeout(30):
+            with pytest.raises(VmmError):
+                await greeting
+            await vm.wait()
 
 
 class TestConsole:
