@@ -123,7 +123,7 @@ fn image(session: &Session, header: &InHeader) -> Answer<Arc<Attached>> {
 }
 
 /// Serves a read, and then those of the same image that had to wait because it had enough of them running.
-fn serve_reads(session: &Session, image: &Attached, first: WaitingRead, buf: &mut [u8]) {
+fn serve_reads(session: &Session, image: &Arc<Attached>, first: WaitingRead, buf: &mut [u8]) {
     let Turn::Now = image.gate().enter(first) else { return };
     let mut next = Some(first);
     while let Some(read) = next {

@@ -4,14 +4,24 @@
 //! layers, and in each of them the reader jumps.
 
 use std::ops::Range;
-use std::sync::Mutex;
+use std::sync::mpsc::{sync_channel, Receiver, SyncSender};
+use std::sync::{Arc, LazyLock, Mutex, Weak};
+
+use super::Attached;
 
 /// Readers of one image that are followed at once.
 const STREAMS: usize = 4;
 /// Bytes read in sequence before anything is read ahead.
 const LEAST: u64 = 128 << 10;
-/// Most bytes read ahead: what a fast disk gives in the time it takes to answer.
-const MOST: u64 = 4 << 20;
+/// Most bytes read ahead. Where the reader does not jump the kernel reads ahead by itself, on fast disks 8 MiB of each
+/// layer, and of all layers at about the same time: what a jump needs waits behind that, so it must be asked for earlier.
+const MOST: u64 = 32 << 20;
+/// Most bytes between two reads of one sequence, as reads in flight together arrive in any order.
+const NEAR: u64 = 2 << 20;
+/// Ranges that may wait for the thread. More than a few means that the disk is behind, and further ones are forgotten.
+const QUEUE: usize = 64;
+/// Stack of the thread.
+const STACK: usize = 256 << 10;
 
 /// One sequential reader.
 #[derive(Debug, Clone, Copy, Default)]
@@ -36,7 +46,7 @@ impl ReadAhead {
         // Whoever holds the lock notes a read of the same moment, which is enough.
         let mut streams = self.0.try_lock().ok()?;
         // Reads that are in flight together arrive in any order, the first two as well.
-        let continues = |stream: &Stream| offset.abs_diff(stream.next) <= (2 * stream.run).min(MOST / 2);
+        let continues = |stream: &Stream| offset.abs_diff(stream.next) <= (2 * stream.run).min(NEAR);
         let found = streams.iter().position(continues);
         // The least recently seen one gives way to a new one.
         let seen = found.unwrap_or(STREAMS - 1);
@@ -51,10 +61,42 @@ impl ReadAhead {
         stream.run = stream.run.saturating_add(grown).min(MOST);
         stream.ahead = stream.ahead.max(stream.next);
         let until = stream.next.saturating_add(stream.run).min(size);
-        if stream.run < LEAST || stream.ahead - stream.next > stream.run / 4 * 3 || until <= stream.ahead {
+        if stream.run < LEAST || stream.ahead - stream.next > stream.run / 8 * 7 || until <= stream.ahead {
             return None;
         }
         Some(std::mem::replace(&mut stream.ahead, until)..until)
+    }
+}
+
+type Job = (Weak<Attached>, Range<u64>);
+
+/// The thread of all images, there from the first use on: finding room in the page cache and waiting for a place in the disk's
+/// queue takes as long as reading what is there, and the reader would wait for it.
+static THREAD: LazyLock<Option<SyncSender<Job>>> = LazyLock::new(|| {
+    let (jobs, queue) = sync_channel(QUEUE);
+    match std::thread::Builder::new().name("ahead".into()).stack_size(STACK).spawn(move || work(&queue)) {
+        Ok(_) => Some(jobs),
+        Err(error) => {
+            tracing::warn!(%error, "no thread to read ahead");
+            None
+        }
+    }
+});
+
+/// Has a range of an image read ahead soon, or never if much is to be.
+pub fn soon(image: &Arc<Attached>, range: Range<u64>) {
+    if let Some(jobs) = &*THREAD {
+        // Full: what is not read ahead is read when it is wanted.
+        let _ = jobs.try_send((Arc::downgrade(image), range));
+    }
+}
+
+fn work(queue: &Receiver<Job>) {
+    for (image, range) in queue {
+        // Detached images need nothing any more.
+        if let Some(image) = image.upgrade() {
+            image.fetch(range);
+        }
     }
 }
 

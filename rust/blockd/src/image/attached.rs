@@ -2,6 +2,7 @@
 
 use std::error::Error as StdError;
 use std::io;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -10,7 +11,7 @@ use std::time::SystemTime;
 use overlaybd::{Image, Layer, Place, Segment, SECTOR};
 use rustix::io::Errno;
 
-use crate::image::ahead::ReadAhead;
+use crate::image::ahead::{self, ReadAhead};
 use crate::image::upper::NameSync;
 use crate::image::{Gate, Handles, LayerSpec, Owner, Recorder, UpperDir};
 use crate::{Code, Error};
@@ -249,9 +250,15 @@ impl Attached {
     }
 
     /// Has the kernel read ahead what a read like this one announces. To be called once that is answered.
-    pub fn read_ahead(&self, offset: u64, len: u64) {
-        let Some(image) = self.image.get() else { return };
+    pub fn read_ahead(self: &Arc<Self>, offset: u64, len: u64) {
         if let Some(range) = self.ahead.note(offset, len, self.size()) {
+            ahead::soon(self, range);
+        }
+    }
+
+    /// Has the kernel read a range soon; it may take a while until it has taken note.
+    pub(super) fn fetch(&self, range: Range<u64>) {
+        if let Some(image) = self.image.get() {
             image.read_ahead(range.start, range.end - range.start);
         }
     }
