@@ -64,6 +64,22 @@ def test_a_waiting_guest_gets_its_words_and_the_time(guest: Guest, box: Mailbox)
     assert abs(guest.unix_ns - time.time_ns()) < 10**9
 
 
+async def test_the_daemon_is_sent_for_until_it_waits(guest: Guest, box: Mailbox) -> None:
+    calls = 0
+
+    def call() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            guest.state = HELD
+
+    async with asyncio.timeout(10):
+        assert await box.held(call)
+    assert calls == 3
+    guest.memory[0] = 0
+    assert not await box.held(call)
+
+
 @pytest.mark.parametrize("state", [0, TOLD, DONE, REFUSED, 7])
 def test_one_that_does_not_wait_gets_none(guest: Guest, box: Mailbox, state: int) -> None:
     guest.state = state

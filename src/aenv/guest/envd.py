@@ -30,9 +30,6 @@ CLOCK_EXCHANGE = 0.03
 answer. On a busy host a restored guest's first answer may take a second; the time is said again then."""
 CLOCK_TRIES = 5
 
-CALL_AGAIN = 0.05
-"""Seconds after which a datagram to a guest counts as lost."""
-
 HEALTH_TIMEOUT = 2.0
 CALL_TIMEOUT = 10.0
 
@@ -117,22 +114,12 @@ class GuestClient:
         except TimeoutError:
             raise _silent(address, deadline) from None
 
-    async def hold(self, address: str, token: str | None, deadline: float) -> bool:
-        """Have the daemon wait at its mailbox (`aenv.guest.mailbox`) for the next quarter of a second, in which the
-        guest is to be frozen; return whether it does. One that does not is greeted over the network when it goes on."""
-        loop = asyncio.get_running_loop()
-        call = b"aenv-hold " + (token or "").encode()
-        with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)) as calls:
-            try:
-                calls.connect((address, ENVD_PORT))
-                async with asyncio.timeout(deadline):
-                    while True:
-                        calls.send(call)
-                        with contextlib.suppress(TimeoutError):
-                            async with asyncio.timeout(CALL_AGAIN):
-                                return await loop.sock_recv(calls, 16) == b"held"
-            except (OSError, TimeoutError):
-                return False
+    def send_for(self, address: str, token: str | None) -> None:
+        """Ask the daemon to its mailbox (`aenv.guest.mailbox`), where it waits for a quarter of a second: one datagram,
+        which may get lost."""
+        calls = socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        with calls, contextlib.suppress(OSError):
+            calls.sendto(b"aenv-hold " + (token or "").encode(), (address, ENVD_PORT))
 
     async def sync(self, address: str, token: str | None, deadline: float) -> None:
         """Flush the guest's file systems to its disk: what is written by now survives the machine.

@@ -12,6 +12,7 @@ import asyncio
 import os
 import struct
 import time
+from collections.abc import Callable
 
 from aenv.errors import VmmError
 
@@ -30,6 +31,8 @@ _HELD, _TOLD, _DONE, _REFUSED = 1, 2, 3, 4
 
 _LOOK_AGAIN = 0.001
 """Seconds between two looks: the grain of the event loop's timers. A guest needs some ten of them."""
+_CALL_AGAIN = 50
+"""Looks after which a call counts as lost."""
 _PATIENT = 0.05
 """Seconds after which looks become rarer: then the host is busy, and looking makes it busier."""
 _LOOK_RARELY = 0.005
@@ -45,6 +48,19 @@ class Mailbox:
             self._memory = os.open(f"/proc/{pid}/mem", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise VmmError(f"the memory of the VMM {pid} cannot be reached: {error}") from error
+
+    async def held(self, call: Callable[[], None]) -> bool:
+        """Return when the daemon of a guest that runs waits for words, having been sent for with `call`: cancel it to
+        give up. False if the guest has no mailbox. Raises VmmError when the VMM is gone."""
+        while True:
+            call()
+            for _ in range(_CALL_AGAIN):
+                magic, state, _, _ = _HEAD.unpack(self._read(0, _HEAD.size))
+                if magic != _MAGIC:
+                    return False
+                if state == _HELD:
+                    return True
+                await asyncio.sleep(_LOOK_AGAIN)
 
     def put(self, message: bytes) -> bool:
         """Leave `message` to a frozen guest; False if its daemon does not wait for one, or it is too long. May wait for

@@ -240,9 +240,13 @@ class Launcher:
 
     async def hold(self, run: Run, guest: str | None) -> None:
         """Have the daemon of a guest that is about to be captured wait for the name it will go on under. One that is
-        slow to do so is captured all the same. `guest`: as for `greet`."""
+        slow to do so is captured all the same. `guest`: as for `greet`. Raises VmmError."""
         assert run.slot is not None
-        await self._guest.hold(run.slot.address, self.token(guest), HOLD_DEADLINE)
+        assert run.vm is not None
+        address, token = run.slot.address, self.token(guest)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(HOLD_DEADLINE):
+                await run.vm.hold(lambda: self._guest.send_for(address, token))
 
     async def tell_time(self, run: Run, record: Record) -> None:
         """Set the clock of its guest. Raises GuestError, DeadlineExceeded."""

@@ -6,6 +6,7 @@
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal, get_args
 
@@ -103,6 +104,9 @@ class FakeVm:
         if fault == "load_fails":
             raise VmmError("the VMM did not load the state: told to fail")
         await self._machine.load(state)
+
+    async def hold(self, call: Callable[[], None]) -> None:
+        pass
 
     async def freeze(self) -> None:
         if self._host.take(_FreezeFault):

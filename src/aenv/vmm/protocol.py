@@ -4,6 +4,7 @@ A driver starts VMM processes and is the only owner of them while the server run
 `VmHandle` is what the store keeps so that the next server can adopt them.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -89,6 +90,11 @@ class Vm(Protocol):
 
     async def load(self, state: bytes) -> None:
         """Give a prepared VMM the device state that `save` returned. The guest is frozen then. Raises VmmError."""
+        ...
+
+    async def hold(self, call: Callable[[], None]) -> None:
+        """Return when the daemon of a running guest waits to be greeted, having been sent for with `call`, or at once
+        if it never does. Cancel it to give up. Raises VmmError."""
         ...
 
     async def freeze(self) -> None:

@@ -108,6 +108,10 @@ class QemuVm:
             raise VmmError(f"the VMM did not load the state: {self.output or error.message}") from error
         self._phase = "frozen"
 
+    async def hold(self, call: Callable[[], None]) -> None:
+        self._expect("running", to="be held")
+        await (await self._open_mailbox()).held(call)
+
     async def freeze(self) -> None:
         if self._phase != "frozen":
             self._expect("running", "unsure", to="freeze")
@@ -195,12 +199,16 @@ class QemuVm:
 
     async def _put(self, message: bytes) -> Mailbox | None:
         """Leave a message to a frozen guest; the mailbox, if its daemon waits there."""
+        mailbox = await self._open_mailbox()
+        return mailbox if await asyncio.to_thread(mailbox.put, message) else None
+
+    async def _open_mailbox(self) -> Mailbox:
         if self._mailbox is None:
             memory = await self.memory()
             self._mailbox = await asyncio.to_thread(Mailbox, memory.pid, memory.ranges[0].address)
             if read_start_time(memory.pid) != memory.start_time:
                 raise VmmError(f"the VMM {memory.pid} is gone")
-        return self._mailbox if await asyncio.to_thread(self._mailbox.put, message) else None
+        return self._mailbox
 
     async def _go_on(self) -> None:
         self._phase = "unsure"

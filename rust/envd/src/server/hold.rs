@@ -1,7 +1,7 @@
 //! The host's call to wait at the mailbox, just before it freezes the guest.
 //!
-//! Datagrams, because nothing of them is left when they have been answered: a restored guest that still had a connection to
-//! close would do that first.
+//! A datagram that is not answered, because nothing of it is left then: a restored guest that still had a connection to close, or
+//! a packet that was on its way out, would do that first. The host sees in the mailbox that we wait.
 
 use std::convert::Infallible;
 use std::io;
@@ -16,9 +16,8 @@ use crate::state::State;
 
 /// What a call begins with; the rest of it is the access token.
 const CALL: &[u8] = b"aenv-hold ";
-const ANSWER: &[u8] = b"held";
 
-/// Answers calls for ever, if there is a mailbox.
+/// Heeds calls for ever, if there is a mailbox.
 ///
 /// # Errors
 /// When the socket fails.
@@ -34,10 +33,8 @@ pub async fn serve(socket: UdpSocket, state: Arc<State>) -> io::Result<Infallibl
             continue;
         }
         mailbox.hold();
-        // One that gets lost is asked for again.
-        let _ = socket.try_send_to(ANSWER, remote);
         wait(mailbox, &state);
-        // What was asked meanwhile is answered.
+        // The host calls again while it sees nothing.
         while socket.try_recv_from(&mut call).is_ok() {}
     }
 }
