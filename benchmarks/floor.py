@@ -27,6 +27,7 @@ from aenv.cli.errors import CliError
 from aenv.config import Settings
 from aenv.guest.envd import ENVD_PORT, GuestInit
 from aenv.guest.exchange import request
+from aenv.guest.mailbox import Mailbox
 from aenv.guest.provision import load_bundle
 from aenv.images.client import layers_of
 from aenv.images.protocol import Disk
@@ -41,8 +42,8 @@ from aenv.vmm.launch import find_program
 from aenv.vmm.protocol import VmSpec
 from aenv.vmm.qemu_command import JailPath, command
 
-CALLS = ("health", "init")
-"""What the guest is asked first: whether it lives, as little as can be asked; or what our create asks, its identity."""
+CALLS = ("health", "greet")
+"""What the guest is asked first: whether it lives, over its network; or what our create tells it, by its mailbox."""
 _CLONE_NEWNET = 0x40000000
 _DEADLINE = 60.0
 _CONTROL = "floor.sock"
@@ -175,15 +176,20 @@ def _restore(argv: list[str], state: str, call: str) -> dict[str, float]:
             qmp.connect(_CONTROL)
             messages = qmp.makefile("r")
             _until(messages, "QMP")
-            for execute, arguments, sign in (
-                ("qmp_capabilities", {}, "return"),
-                ("migrate-incoming", {"uri": f"file:{state}"}, "completed"),
-                ("cont", {}, "return"),
-            ):
-                qmp.sendall(json.dumps({"execute": execute, "arguments": arguments}).encode())
+
+            def execute(what: str, arguments: dict[str, str], sign: str = "return") -> None:
+                qmp.sendall(json.dumps({"execute": what, "arguments": arguments}).encode())
                 _until(messages, sign)
+
+            execute("qmp_capabilities", {})
+            execute("migrate-incoming", {"uri": f"file:{state}"}, "completed")
+            mailbox = _tell(pid, argv) if call == "greet" else None
+            execute("cont", {})
             running = time.perf_counter()
-            _ask(call)
+            if mailbox is None:
+                _ask_health()
+            elif not asyncio.run(mailbox.answered()):
+                raise RuntimeError("the guest refused its name")
             answered = time.perf_counter()
     finally:
         os.kill(pid, signal.SIGKILL)
@@ -212,27 +218,35 @@ def _until(messages: Any, sign: str) -> None:
     raise RuntimeError("QEMU ended")
 
 
-def _ask(call: str) -> None:
+def _tell(pid: int, argv: list[str]) -> Mailbox:
+    """Leave the guest its name, as a create does."""
+    (backend,) = [argument for argument in argv if argument.startswith("memory-backend-file")]
+    memory = backend.partition("mem-path=")[2].partition(",")[0]
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    (address,) = [int(line.partition("-")[0], 16) for line in lines if line.endswith(memory)]
+    init = GuestInit(
+        sandbox_id="floor",
+        template_id="base",
+        generation=os.urandom(16).hex(),
+        hostname="floor",
+        access_token="floor",
+        env_vars={},
+        default_user="user",
+        default_workdir="/home/user",
+    )
+    mailbox = Mailbox(pid, address)
+    if not mailbox.put(init.message()):
+        raise RuntimeError("the guest does not wait for its name")
+    return mailbox
+
+
+def _ask_health() -> None:
     """One request to the guest's daemon, and its answer."""
-    if call == "health":
-        sent = request("GET", "/health", GUEST_ADDRESS, b"", None)
-    else:
-        init = GuestInit(
-            sandbox_id="floor",
-            template_id="base",
-            generation=os.urandom(8).hex(),
-            hostname="floor",
-            access_token="floor",
-            env_vars={},
-            default_user="user",
-            default_workdir="/home/user",
-        )
-        sent = request("POST", "/init", GUEST_ADDRESS, json.dumps(init.body()).encode(), None)
     with socket.create_connection((GUEST_ADDRESS, ENVD_PORT), timeout=_DEADLINE) as guest:
-        guest.sendall(sent)
+        guest.sendall(request("GET", "/health", GUEST_ADDRESS, b"", None))
         status = guest.recv(4096).split(b" ")[1]
     if not status.startswith(b"2"):
-        raise RuntimeError(f"the guest answered {status!r} to {call}")
+        raise RuntimeError(f"the guest answered {status!r}")
 
 
 if __name__ == "__main__":

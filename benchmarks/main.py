@@ -16,6 +16,7 @@ SCENARIOS: dict[str, Callable[[int], Awaitable[list[Result]]]] = {
     "proxy": proxy.run,
     "states": states.run,
     "storage": storage.run,
+    "storage-cold": storage.run_cold,
 }
 ALL = ("boot", "proxy")
 """Those that measure a running server; the others stand alone."""
