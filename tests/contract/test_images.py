@@ -1,6 +1,7 @@
 """What an `ImageStore` does, on the real data plane."""
 
 import asyncio
+import dataclasses
 import json
 import os
 import signal
@@ -397,6 +398,55 @@ async def test_a_captured_guest_is_an_image_again_and_its_pages_are_shared(lab: 
         await lab.store.close_memory(name, user)
 
 
+async def test_memory_is_restored_over_its_image_and_no_one_elses(lab: Lab) -> None:
+    home = lab.settings.home
+    image = await lab.store.open_memory("x", lab.base, "ia")
+    wanted = bytearray(FRESH)
+    wanted[: 2 * PAGE] = b"\0" * PAGE + b"s" * PAGE
+    wanted[MIB : MIB + 6] = b"second"
+    with guest(image) as first:
+        first.write(0, b"f" * 2 * PAGE)
+        first.write(MIB, b"first")
+        await lab.store.capture(first.memory, lab.base, 1, home / "1.lsmt")
+        base = Stack(layers=(*lab.base.layers, home / "1.lsmt"), size=SIZE)
+        first.write(0, wanted[: 2 * PAGE])  # zeros over what the image and the first layer hold
+        first.write(MIB, b"second")
+        await lab.store.capture(first.memory, base, 1, home / "2.lsmt")
+    layers = [home / "1.lsmt", home / "2.lsmt"]
+    with guest(image) as second, guest(image) as other:
+        await lab.store.restore(second.memory, layers)
+        assert second.read() == wanted
+        assert image.read_bytes() == other.read() == FRESH
+        # It is the guest's own from then on: a capture finds it.
+        found = await lab.store.capture(second.memory, lab.base, 1, home / "again.lsmt")
+        assert (found.dirty_pages, found.data_pages, found.zero_pages) == (3, 2, 1)
+    await lab.store.close_memory("x", "ia")
+
+
+async def test_what_cannot_be_restored_is_told(lab: Lab) -> None:
+    home = lab.settings.home
+    image = await lab.store.open_memory("x", lab.base, "ia")
+    with guest(image) as vmm:
+        vmm.write(MIB, b"text")
+        layer = home / "layer.lsmt"
+        await lab.store.capture(vmm.memory, lab.base, 1, layer)
+        damaged = home / "damaged.lsmt"
+        damaged.write_bytes(layer.read_bytes()[:-PAGE])
+        for memory, layers, why in (
+            (vmm.memory, [damaged], "damaged.lsmt"),
+            (vmm.memory, [home / "none.lsmt"], "none.lsmt"),
+            (vmm.memory, [*(await lab.layer(bytes(MIB) + b"x" * MIB)).layers], "an image of 2097152 bytes"),
+            (dataclasses.replace(vmm.memory, start_time=1), [layer], "another process"),
+            (dataclasses.replace(vmm.memory, ranges=(MemoryRange(vmm.address, MIB, 0),)), [layer], "has no mapping"),
+            (dataclasses.replace(vmm.memory, ranges=(MemoryRange(PAGE, SIZE, 0),)), [layer], "is not there"),
+        ):
+            with pytest.raises(ImageError, match=why):
+                await lab.store.restore(memory, layers)
+    with pytest.raises(ImageError, match="no process"):
+        await lab.store.restore(vmm.memory, [layer])
+    await lab.store.close_memory("x", "ia")
+
+
 async def test_a_blank_disk_is_bound_and_then_like_any_other(lab: Lab, tmp_path: Path) -> None:
     folder, layer = lab.folder("ia"), lab.settings.home / "sealed.lsmt"
     blank = await lab.store.attach_blank(SIZE, folder, UID)
@@ -563,7 +613,7 @@ for line in sys.stdin:
     if text == "touch":
         sum(memory[at] for at in range(0, len(memory), 4096))
     else:
-        memory[int(at) : int(at) + len(text)] = text.encode()
+        memory[int(at) : int(at) + len(text) // 2] = bytes.fromhex(text)
     print(flush=True)
 """
 
@@ -591,8 +641,13 @@ for line in sys.stdin:
         """Read all of it."""
         self._tell(0, "touch")
 
-    def write(self, at: int, text: bytes) -> None:
-        self._tell(at, text.decode())
+    def write(self, at: int, text: bytes | bytearray) -> None:
+        self._tell(at, text.hex())
+
+    def read(self) -> bytes:
+        """All that it holds now, whoever wrote it."""
+        with Path(f"/proc/{self.memory.pid}/mem").open("rb", buffering=0) as opened:
+            return os.pread(opened.fileno(), self.memory.size, self.address)
 
     def frame(self, page: int) -> int:
         """The number of the physical page behind a page of the mapping (proc_pid_pagemap(5))."""

@@ -6,7 +6,8 @@
 //! * [`control`] speaks newline-delimited JSON on a Unix socket (`docs/formats/blockd-control.md`).
 //! * [`image`] holds the attached images and what can be done with them: seal, compact, import, export.
 //! * [`fuse`] and [`ublk`] serve them.
-//! * [`origin`] and [`cache`] fetch remote layers; [`capture`] makes layers of guest memory.
+//! * [`origin`] and [`cache`] fetch remote layers.
+//! * [`capture`] makes layers of guest memory, [`restore`] writes what layers hold into it.
 
 pub mod cache;
 pub mod capture;
@@ -18,6 +19,7 @@ pub mod image;
 pub mod memory;
 pub mod origin;
 pub mod privileges;
+pub mod restore;
 pub mod ublk;
 
 pub use error::{Code, Error};

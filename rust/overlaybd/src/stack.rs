@@ -94,6 +94,11 @@ impl Stack {
         self.levels.iter().map(|level| level.len()).sum()
     }
 
+    /// The byte after the last one that a layer says anything about; of layers nobody checked, it may lie beyond their size.
+    pub fn end(&self) -> u64 {
+        self.levels.iter().filter_map(|level| level.last()).map(|last| last.end() * SECTOR).max().unwrap_or(0)
+    }
+
     /// The identifier of the highest layer, or [`crate::Uuid::NIL`].
     pub fn top(&self) -> crate::Uuid {
         self.layers.last().map_or(crate::Uuid::NIL, |layer| layer.info().uuid)

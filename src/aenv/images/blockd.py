@@ -126,6 +126,20 @@ class BlockImages:
         )
         return await carried_out(capturing)
 
+    async def restore(self, memory: GuestMemory, layers: Sequence[Path]) -> None:
+        run = await self._daemon.running()
+        restoring = run.client.restore(
+            memory.pid,
+            [asdict(part) for part in memory.ranges],
+            [Layer(path=path) for path in layers],
+            size=memory.size,
+            start_time=memory.start_time,
+        )
+        try:
+            await carried_out(restoring)
+        except NotFound as error:
+            raise ImageError(f"memory cannot be restored: {error.message}") from error
+
     async def compact(self, layers: Sequence[Path], output: Path, *, base: bool) -> None:
         run = await self._daemon.running()
         await run.client.compact(output, layers=[Layer(path=path) for path in layers], base=base)

@@ -97,6 +97,14 @@ class Made:
     digest: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What a restore of memory wrote, and the milliseconds it took."""
+
+    written_bytes: int
+    milliseconds: float
+
+
 class BlockdClient:
     """Calls of one daemon. Close with `aclose`, which leaves the daemon running.
 
@@ -252,6 +260,22 @@ class BlockdClient:
     async def prefetch(self, image: str, working_set: Path, *, deadline: float = BULK) -> None:
         """Read what a saved working set names, so that it is in the caches."""
         await self.call("prefetch", image=image, working_set=str(working_set), deadline=deadline)
+
+    async def restore(
+        self,
+        pid: int,
+        mappings: Sequence[Mapping[str, int]],
+        layers: Sequence[Layer],
+        *,
+        size: int,
+        start_time: int | None = None,
+        deadline: float = BULK,
+    ) -> Restored:
+        """Write what `layers` hold into the memory of a process, `mappings` as for `capture`; the rest of it stays as
+        it is. After an error a part may have been written."""
+        options = {"pid": pid, "start_time": start_time, "mappings": [dict(m) for m in mappings], "size": size}
+        options["layers"] = [layer.wire() for layer in layers]
+        return _build(Restored, await self.call("restore", deadline=deadline, **options))
 
     async def subscribe(self, *, deadline: float = QUICK) -> None:
         """Have `on_event` called from now on. Ends with the connection: subscribe again after an ImageError."""

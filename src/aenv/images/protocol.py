@@ -139,6 +139,14 @@ class ImageStore(Protocol):
         """
         ...
 
+    async def restore(self, memory: GuestMemory, layers: Sequence[Path]) -> None:
+        """Write what `layers` (the lowest first, as captures made them) hold over the memory of a frozen guest that
+        maps the image beneath them, so that its memory is what it was at the last capture.
+
+        The exception to leaving nothing half-made: after an error, or when cancelled, the VMM must be given up.
+        """
+        ...
+
     async def compact(self, layers: Sequence[Path], output: Path, *, base: bool) -> None:
         """Fold a run of layers into one that reads the same; `base`: nothing lies beneath them. For images at rest."""
         ...

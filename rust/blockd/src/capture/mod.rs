@@ -10,16 +10,16 @@
 
 mod base;
 mod error;
-mod maps;
+pub(crate) mod maps;
 mod output;
 mod pipeline;
 mod plan;
-mod process;
+pub(crate) mod process;
 mod report;
 mod request;
 mod scan;
 mod sift;
-mod sys;
+pub(crate) mod sys;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

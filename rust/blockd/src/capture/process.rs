@@ -1,4 +1,4 @@
-//! The process whose memory is captured, held so that its number cannot come to mean another.
+//! The process whose memory is captured or restored, held so that its number cannot come to mean another.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -89,11 +89,28 @@ impl Process {
     }
 
     /// Fills `buf` with the bytes of `ranges` (address, length), one after another. They must be as long together as it is.
-    pub fn read(&self, ranges: &[(u64, u64)], mut buf: &mut [u8]) -> Result<(), CaptureError> {
+    pub fn read(&self, ranges: &[(u64, u64)], buf: &mut [u8]) -> Result<(), CaptureError> {
+        self.copy(ranges, buf.len(), |done, rest| sys::process_vm_readv(self.pid, &mut buf[done..], rest))
+    }
+
+    /// The reverse: writes `buf` to `ranges`, one after another. Asks first whether the process lives: what is written by number
+    /// must not reach another one, which would take the end of this one, its wait and the whole range of numbers since.
+    pub fn write(&self, ranges: &[(u64, u64)], buf: &[u8]) -> Result<(), CaptureError> {
+        self.check_alive()?;
+        self.copy(ranges, buf.len(), |done, rest| sys::process_vm_writev(self.pid, &buf[done..], rest))
+    }
+
+    /// Copies `len` bytes from or to `ranges`. `copy` takes the bytes that are done and the ranges that are not.
+    fn copy(
+        &self,
+        ranges: &[(u64, u64)],
+        len: usize,
+        mut copy: impl FnMut(usize, &[(u64, u64)]) -> io::Result<usize>,
+    ) -> Result<(), CaptureError> {
         let mut rest = ranges.to_vec();
-        let mut first = 0;
-        while let (false, Some(&(address, _))) = (buf.is_empty(), rest.get(first)) {
-            let mut copied = match sys::process_vm_readv(self.pid, buf, &rest[first..]) {
+        let (mut first, mut done) = (0, 0);
+        while let (true, Some(&(address, _))) = (done < len, rest.get(first)) {
+            let mut copied = match copy(done, &rest[first..]) {
                 // Nothing copied and no reason given: the page is not there.
                 Ok(0) => return Err(self.unreadable(address)),
                 Ok(copied) => copied,
@@ -103,7 +120,7 @@ impl Process {
                     _ => return Err(self.failed("the memory", e)),
                 },
             };
-            buf = buf.get_mut(copied..).unwrap_or_default();
+            done += copied;
             while let (true, Some((address, len))) = (copied > 0, rest.get_mut(first)) {
                 let step = (copied as u64).min(*len);
                 (*address, *len) = (*address + step, *len - step);

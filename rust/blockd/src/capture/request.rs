@@ -32,8 +32,38 @@ impl fmt::Display for Mapping {
 
 impl Mapping {
     /// All but the first `len` bytes.
-    pub(super) fn without(self, len: u64) -> Self {
+    pub(crate) fn without(self, len: u64) -> Self {
         Self { address: self.address + len, length: self.length - len, offset: self.offset + len }
+    }
+
+    /// Checks what is said of guest RAM, as far as that can be done without looking at the process.
+    pub(crate) fn check_all(mappings: &[Self], pid: u32, size: u64, page_size: u64) -> Result<(), CaptureError> {
+        let invalid = |message: String| Err(CaptureError::Invalid(message));
+        if pid == std::process::id() {
+            return invalid("the process of the guest is this daemon".into());
+        }
+        if size == 0 || size > MAX_VIRTUAL_SIZE || size % page_size != 0 {
+            return invalid(format!("an image of {size} bytes is not guest RAM: whole pages of {page_size} are"));
+        }
+        if mappings.is_empty() || mappings.len() > MAX_MAPPINGS {
+            return invalid(format!("guest RAM is 1 to {MAX_MAPPINGS} mappings, not {}", mappings.len()));
+        }
+        for mapping in mappings {
+            if [mapping.address, mapping.length, mapping.offset].iter().any(|value| value % page_size != 0) {
+                return invalid(format!("the mapping at {mapping} is not of whole pages of {page_size} bytes"));
+            }
+            // Addresses beyond this are the kernel's.
+            if mapping.length == 0 || mapping.address.checked_add(mapping.length).is_none_or(|end| end > 1 << 63) {
+                return invalid(format!("the mapping at {mapping} is empty or beyond what a process can have"));
+            }
+            if mapping.offset.checked_add(mapping.length).is_none_or(|end| end > size) {
+                return invalid(format!("the mapping at {mapping} reaches beyond the image of {size} bytes"));
+            }
+        }
+        overlap(mappings, |mapping| mapping.address)
+            .map_or(Ok(()), |at| invalid(format!("two mappings both have the address {at:#x}")))?;
+        overlap(mappings, |mapping| mapping.offset)
+            .map_or(Ok(()), |at| invalid(format!("two mappings both have the offset {at} in the image")))
     }
 
     /// Whether `next` goes on where this one ends, in memory and in the image.
@@ -81,33 +111,7 @@ pub struct Request {
 impl Request {
     /// Checks what can be checked without looking at the process.
     pub(super) fn check(&self, page_size: u64) -> Result<(), CaptureError> {
-        let invalid = |message: String| Err(CaptureError::Invalid(message));
-        if self.pid == std::process::id() {
-            return invalid("the process to capture is this daemon".into());
-        }
-        let size = self.size;
-        if size == 0 || size > MAX_VIRTUAL_SIZE || size % page_size != 0 {
-            return invalid(format!("an image of {size} bytes is not guest RAM: whole pages of {page_size} are"));
-        }
-        if self.mappings.is_empty() || self.mappings.len() > MAX_MAPPINGS {
-            return invalid(format!("guest RAM is 1 to {MAX_MAPPINGS} mappings, not {}", self.mappings.len()));
-        }
-        for mapping in &self.mappings {
-            if [mapping.address, mapping.length, mapping.offset].iter().any(|value| value % page_size != 0) {
-                return invalid(format!("the mapping at {mapping} is not of whole pages of {page_size} bytes"));
-            }
-            // Addresses beyond this are the kernel's.
-            if mapping.length == 0 || mapping.address.checked_add(mapping.length).is_none_or(|end| end > 1 << 63) {
-                return invalid(format!("the mapping at {mapping} is empty or beyond what a process can have"));
-            }
-            if mapping.offset.checked_add(mapping.length).is_none_or(|end| end > size) {
-                return invalid(format!("the mapping at {mapping} reaches beyond the image of {size} bytes"));
-            }
-        }
-        overlap(&self.mappings, |mapping| mapping.address)
-            .map_or(Ok(()), |at| invalid(format!("two mappings both have the address {at:#x}")))?;
-        overlap(&self.mappings, |mapping| mapping.offset)
-            .map_or(Ok(()), |at| invalid(format!("two mappings both have the offset {at} in the image")))
+        Mapping::check_all(&self.mappings, self.pid, self.size, page_size)
     }
 }
 

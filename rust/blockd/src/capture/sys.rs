@@ -1,4 +1,4 @@
-//! The two system calls no dependency wraps: `process_vm_readv(2)` and the `PAGEMAP_SCAN` ioctl.
+//! The system calls no dependency wraps: `process_vm_readv(2)`, `process_vm_writev(2)` and the `PAGEMAP_SCAN` ioctl.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -6,7 +6,7 @@ use std::os::fd::AsFd;
 use rustix::ioctl::{self, opcode, Opcode, Updater};
 use rustix::process::Pid;
 
-/// The most ranges one `process_vm_readv` takes (`UIO_MAXIOV`).
+/// The most ranges one `process_vm_readv` or `process_vm_writev` takes (`UIO_MAXIOV`).
 pub const MAX_IOVECS: usize = 1024;
 
 /// Categories of pages, from `linux/fs.h`.
@@ -125,11 +125,7 @@ unsafe impl ioctl::Ioctl for Counted<'_> {
 /// # Errors
 /// `EFAULT` if the first page cannot be read, `EPERM`, `ESRCH`.
 pub fn process_vm_readv(pid: Pid, local: &mut [u8], remote: &[(u64, u64)]) -> io::Result<usize> {
-    let iovecs: Vec<libc::iovec> = remote
-        .iter()
-        .take(MAX_IOVECS)
-        .map(|&(address, len)| libc::iovec { iov_base: address as *mut libc::c_void, iov_len: len as usize })
-        .collect();
+    let iovecs = iovecs(remote);
     let into = libc::iovec { iov_base: local.as_mut_ptr().cast(), iov_len: local.len() };
     // SAFETY: the kernel writes only into `into`, which is the borrowed slice, and reads `iovecs`, live for the call. The remote
     // addresses are only used in the other process (or, for our own pid, read through the kernel, which fails rather than faults).
@@ -137,4 +133,26 @@ pub fn process_vm_readv(pid: Pid, local: &mut [u8], remote: &[(u64, u64)]) -> io
         libc::process_vm_readv(pid.as_raw_nonzero().get(), &into, 1, iovecs.as_ptr(), iovecs.len() as libc::c_ulong, 0)
     };
     usize::try_from(copied).map_err(|_| io::Error::last_os_error())
+}
+
+/// The reverse: copies `local`, from its start, to the ranges of `remote`, one after another. Gives how many bytes were copied,
+/// fewer than asked for if a page could not be written.
+///
+/// # Errors
+/// `EFAULT` if the first page cannot be written, `EPERM`, `ESRCH`.
+pub fn process_vm_writev(pid: Pid, local: &[u8], remote: &[(u64, u64)]) -> io::Result<usize> {
+    let iovecs = iovecs(remote);
+    let from = libc::iovec { iov_base: local.as_ptr().cast_mut().cast(), iov_len: local.len() };
+    // SAFETY: the kernel only reads from `from`, which is the borrowed slice, and from `iovecs`, both live for the call. What is
+    // written is another process's memory: this one's is refused before (`Mapping::check_all`), and nothing of it is shared.
+    let copied = unsafe {
+        libc::process_vm_writev(pid.as_raw_nonzero().get(), &from, 1, iovecs.as_ptr(), iovecs.len() as libc::c_ulong, 0)
+    };
+    usize::try_from(copied).map_err(|_| io::Error::last_os_error())
+}
+
+fn iovecs(ranges: &[(u64, u64)]) -> Vec<libc::iovec> {
+    let iovec =
+        |&(address, len): &(u64, u64)| libc::iovec { iov_base: address as *mut libc::c_void, iov_len: len as usize };
+    ranges.iter().take(MAX_IOVECS).map(iovec).collect()
 }

@@ -6,6 +6,7 @@ mod events;
 mod ops;
 mod remote;
 mod request;
+mod restore;
 mod server;
 mod service;
 mod stat;

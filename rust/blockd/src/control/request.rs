@@ -178,6 +178,17 @@ pub struct Prefetch {
 
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
+pub struct Restore {
+    pub pid: u32,
+    #[serde(default)]
+    pub start_time: Option<u64>,
+    pub mappings: Vec<Mapping>,
+    pub layers: Vec<LayerSpec>,
+    pub size: u64,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Credentials {
     pub url: String,
     #[serde(default)]
@@ -199,6 +210,7 @@ pub enum Op {
     Capture(Capture),
     WorkingSet(SaveWorkingSet),
     Prefetch(Prefetch),
+    Restore(Restore),
     Stat(Named),
     List,
     CacheStat,
@@ -229,6 +241,7 @@ impl Op {
             "capture" => Self::Capture(parse(&name, args)?),
             "working_set" => Self::WorkingSet(parse(&name, args)?),
             "prefetch" => Self::Prefetch(parse(&name, args)?),
+            "restore" => Self::Restore(parse(&name, args)?),
             "stat" => Self::Stat(parse(&name, args)?),
             "list" => parse::<Nothing>(&name, args).map(|_| Self::List)?,
             "cache_stat" => parse::<Nothing>(&name, args).map(|_| Self::CacheStat)?,

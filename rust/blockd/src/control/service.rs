@@ -55,6 +55,7 @@ impl Service {
             Op::Capture(request) => self.capture(request),
             Op::WorkingSet(request) => self.save_working_set(&request),
             Op::Prefetch(request) => self.prefetch(&request),
+            Op::Restore(request) => self.restore(request),
             Op::Stat(request) => self.stat(&request.image),
             Op::List => Ok(self.list()),
             Op::CacheStat => self.layers.sources().cache_stat(),
