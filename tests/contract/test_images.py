@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,8 @@ import pytest
 from aenv.config import ImageSettings, Settings, load
 from aenv.errors import ImageError, ProvisionError
 from aenv.images import memory
+from aenv.images.capturing import StagedCapture
+from aenv.images.client import BlockdClient, layers_of
 from aenv.images.daemon import Places
 from aenv.images.process import Process, identify
 from aenv.images.protocol import Disk, GuestMemory, ImageStore, MemoryRange, Stack
@@ -388,7 +390,9 @@ async def test_a_captured_guest_is_an_image_again_and_its_pages_are_shared(lab: 
         first.write(MIB, b"dirty")
         assert first.frame(written) != second.frame(written)
         output = lab.settings.home / "captured.lsmt"
-        found = await lab.store.capture(first.memory, lab.base, 1, output)
+        capture = await lab.store.begin_capture(first.memory, lab.base, 1, output, write_later=False)
+        await capture.copy()
+        found = await capture.finish()
         assert (found.dirty_pages, found.data_pages) == (1, 1)
     captured = Stack(layers=(*lab.base.layers, output), size=SIZE)
     wanted = bytearray(FRESH)
@@ -598,6 +602,71 @@ async def test_a_dead_daemon_takes_blank_images_with_it(lab: Lab) -> None:
     await lab.store.close_memory("x", "ib")
     await lab.store.detach(folder)
     assert list(folder.iterdir()) == []
+
+
+async def test_a_guest_that_goes_on_does_not_change_what_is_captured_of_it(lab: Lab) -> None:
+    image = await lab.store.open_memory("x", lab.base, "ia")
+    with guest(image) as one:
+        one.write(MIB, b"before")
+        given_up = lab.settings.home / "given-up.lsmt"
+        capture = await lab.store.begin_capture(one.memory, lab.base, 1, given_up, write_later=True)
+        await capture.abandon()
+        await capture.abandon()
+        with pytest.raises(ImageError, match="given up"):
+            await capture.finish()
+        output = lab.settings.home / "captured.lsmt"
+        capture = await lab.store.begin_capture(one.memory, lab.base, 1, output, write_later=True)
+        one.write(MIB, b"frozen")  # until it is copied
+        await capture.copy()
+        one.write(MIB, b"behind")
+        one.write(2 * MIB, b"behind")
+        found = await capture.finish()
+        assert (found.dirty_pages, found.data_pages) == (1, 1)
+        await capture.abandon()  # changes nothing any more
+    assert output.exists()
+    assert not given_up.exists()
+    captured = Stack(layers=(*lab.base.layers, output), size=SIZE)
+    wanted = bytearray(FRESH)
+    wanted[MIB : MIB + 6] = b"frozen"
+    assert (await lab.store.open_memory("y", captured, "ib")).read_bytes() == wanted
+    for name, user in (("x", "ia"), ("y", "ib")):
+        await lab.store.close_memory(name, user)
+
+
+async def test_a_client_or_daemon_that_ends_in_the_middle_of_a_capture_leaves_nothing(lab: Lab) -> None:
+    image = await lab.store.open_memory("x", lab.base, "ia")
+    places = Places.of_home(lab.settings.home)
+    pid = int(json.loads(places.pid_file.read_text())["pid"])
+    output = lab.settings.home / "captured.lsmt"
+
+    def unfinished() -> bool:
+        """Whether the daemon still has the file without a name."""
+        with suppress(FileNotFoundError):
+            links = [str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir()]
+            return any(link.startswith(str(lab.settings.home / "#")) for link in links)
+        return True  # one was closed meanwhile; look again
+
+    with guest(image) as one:
+        one.write(MIB, b"dirty")
+        client = BlockdClient(places.socket)
+        left = await StagedCapture.begin(client, one.memory, output, base=layers_of(lab.base), mapped=1, later=True)
+        assert unfinished()
+        await client.aclose()
+        await left.abandon()
+        await until(lambda: not unfinished())
+        assert not output.exists()
+
+        capture = await lab.store.begin_capture(one.memory, lab.base, 1, output, write_later=True)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(ImageError):
+            await capture.copy()
+        with pytest.raises(ImageError):
+            await capture.finish()
+        await capture.abandon()
+        assert one.process.poll() is None
+    assert not output.exists()
+    assert (await lab.store.open_memory("x", lab.base, "ib")).read_bytes() == FRESH  # by the next daemon
+    await lab.store.close_memory("x", "ib")
 
 
 class Guest:

@@ -15,6 +15,9 @@ import pytest
 from node_harness import NOTHING, Node, needs_root, rows, running_node, until
 
 from aenv.config import OrchestratorSettings
+from aenv.errors import InsufficientStorage
+from aenv.images.capturing import StagedCapture
+from aenv.images.protocol import Captured
 from aenv.lifecycle.events import PauseRequested, ResumeRequested
 from aenv.lifecycle.machine import step
 from aenv.orchestrator import capture
@@ -324,6 +327,33 @@ async def test_children_need_their_source_no_more_once_it_is_captured(node: Node
     assert (await node.http.delete(f"/sandboxes/{child}")).status_code == 204
     assert sorted(list(answer) for answer in await forking) == [["error"], ["sandbox"]]
     assert not captured.exists()
+
+
+@pytest.mark.parametrize("verb", ["snapshots", "fork", "pause"])
+async def test_a_layer_that_cannot_be_written_leaves_the_source_running(
+    node: Node, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    """A guest that goes on may do so already then."""
+    one = await guest(node)
+    await one.keep("first")
+
+    async def full(self: StagedCapture) -> Captured:
+        await finish(self)
+        raise InsufficientStorage("no space left for the layer")
+
+    finish = StagedCapture.finish
+    with monkeypatch.context() as patched:
+        patched.setattr(StagedCapture, "finish", full)
+        await one.api(verb, {}, 507)
+    assert await one.state() == "running"
+    assert await one.kept() == "first"
+    run = one.folder() / f"{one.id}.0"
+    assert not [*run.rglob("memory-*")]
+    assert not [*node.settings.sandboxes_dir.glob("fork-*")]
+    await one.keep("second")
+    await one.api("pause", None, 204)
+    await one.api("connect", {"timeout": 60}, 201)
+    assert await one.kept() == "second"
 
 
 async def test_a_rollback_puts_it_back_in_place(node: Node) -> None:

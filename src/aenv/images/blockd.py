@@ -8,15 +8,15 @@ import asyncio
 import shutil
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 
 from aenv.errors import AenvError, ImageError, NotFound
+from aenv.images.capturing import StagedCapture
 from aenv.images.client import ControlError, Layer, carried_out, layers_of
 from aenv.images.daemon import BlockDaemon, Run
 from aenv.images.durable import sync_files
 from aenv.images.memory import MemoryImages
-from aenv.images.protocol import Captured, Disk, GuestMemory, Stack
+from aenv.images.protocol import Disk, GuestMemory, Stack
 from aenv.threads import to_its_end
 
 UPPER = "upper"
@@ -113,18 +113,12 @@ class BlockImages:
     async def close_memory(self, name: str, user: str) -> None:
         self._memory.close(name, user)
 
-    async def capture(self, memory: GuestMemory, base: Stack | None, mapped: int, output: Path) -> Captured:
+    async def begin_capture(
+        self, memory: GuestMemory, base: Stack | None, mapped: int, output: Path, *, write_later: bool
+    ) -> StagedCapture:
         run = await self._daemon.running()
-        capturing = run.client.capture(
-            memory.pid,
-            [asdict(part) for part in memory.ranges],
-            output,
-            size=memory.size,
-            start_time=memory.start_time,
-            base=layers_of(base) if base else (),
-            mapped=mapped if base else None,
-        )
-        return await carried_out(capturing)
+        layers = layers_of(base) if base else []
+        return await StagedCapture.begin(run.client, memory, output, base=layers, mapped=mapped, later=write_later)
 
     async def restore(self, memory: GuestMemory, layers: Sequence[Path]) -> None:
         run = await self._daemon.running()

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from aenv.errors import AenvError, DeadlineExceeded, ImageError, InsufficientStorage, NotFound
-from aenv.images.protocol import Captured, Stack
+from aenv.images.protocol import Stack
 
 MAX_LINE = 1 << 20
 """Bytes of a request or an answer, its newline included."""
@@ -117,6 +117,7 @@ class BlockdClient:
         self._on_event = on_event
         self._ids = itertools.count(1)
         self._pending: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._stages: dict[int, asyncio.Queue[Event]] = {}
         self._connecting = asyncio.Lock()
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -234,25 +235,6 @@ class BlockdClient:
         options = {"layers": stack, "image": image, "format": format, "zfile": zfile, "digest": digest}
         return _build(Made, await self.call("export", output=str(output), deadline=deadline, **options))
 
-    async def capture(
-        self,
-        pid: int,
-        mappings: Sequence[Mapping[str, int]],
-        output: Path,
-        *,
-        size: int,
-        start_time: int | None = None,
-        base: Sequence[Layer] = (),
-        mapped: int | None = None,
-        digest: bool = False,
-        deadline: float = BULK,
-    ) -> Captured:
-        """Write what a guest has written to its memory as one layer, to lie on `base`. A mapping is `address`, `length`
-        and `offset`, in bytes; `mapped` is how many layers of `base`, from the lowest, the guest maps (None: all)."""
-        options = {"pid": pid, "start_time": start_time, "mappings": [dict(m) for m in mappings], "size": size}
-        options |= {"base": [layer.wire() for layer in base], "mapped": mapped, "digest": digest}
-        return _build(Captured, await self.call("capture", output=str(output), deadline=deadline, **options))
-
     async def working_set(self, image: str, output: Path, *, deadline: float = QUICK) -> None:
         """Save the order in which an image attached with `record` was read."""
         await self.call("working_set", image=image, output=str(output), deadline=deadline)
@@ -302,6 +284,12 @@ class BlockdClient:
 
     async def call(self, op: str, *, deadline: float = QUICK, **arguments: Any) -> dict[str, Any]:
         """Any operation: what the daemon answers under `ok`. Arguments that are None are left out."""
+        return await self.call_staged(op, arguments, None, deadline=deadline)
+
+    async def call_staged(
+        self, op: str, arguments: Mapping[str, Any], stages: asyncio.Queue[Event] | None, *, deadline: float
+    ) -> dict[str, Any]:
+        """The same; `stages` gets what an operation in stages says before it answers."""
         number = next(self._ids)
         line = json.dumps({"id": number, "op": op, **_given(arguments)}, separators=(",", ":")).encode() + b"\n"
         if len(line) > MAX_LINE:
@@ -311,6 +299,8 @@ class BlockdClient:
                 writer = await self._connection()
                 answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
                 self._pending[number] = answer
+                if stages is not None:
+                    self._stages[number] = stages
                 writer.write(line)
                 with contextlib.suppress(ConnectionError):  # the reader says what became of it
                     await writer.drain()
@@ -319,6 +309,7 @@ class BlockdClient:
             raise DeadlineExceeded(f"aenv-blockd did not answer `{op}` within {deadline:g} s") from None
         finally:
             self._pending.pop(number, None)
+            self._stages.pop(number, None)
 
     async def aclose(self) -> None:
         """Close the connection. Calls under way fail. Idempotent."""
@@ -366,6 +357,10 @@ class BlockdClient:
         if "event" in message:
             if self._on_event is not None:
                 self._on_event(message)
+            return
+        if "stage" in message:
+            if (stages := self._stages.get(message.get("id", 0))) is not None:
+                stages.put_nowait(message)
             return
         answer = self._pending.get(message.get("id", 0))
         if answer is None or answer.done():  # its caller gave up

@@ -61,6 +61,23 @@ class Captured:
     layer_bytes: int
 
 
+class Capture(Protocol):
+    """A capture that is prepared: freeze the guest and `copy`, or `abandon`; then thaw it and `finish`. Calls raise as
+    those of `ImageStore`; an error leaves no layer."""
+
+    async def copy(self) -> None:
+        """Read what is needed of the frozen guest, which need not stay frozen for the rest."""
+        ...
+
+    async def finish(self) -> Captured:
+        """Wait until the layer is there; a cancellation waits, too."""
+        ...
+
+    async def abandon(self) -> None:
+        """Give it up, if `copy` was not called; else the layer may come to be. Idempotent, raises nothing of ours."""
+        ...
+
+
 class ImageStore(Protocol):
     """Serves images. A disk belongs to a sandbox's folder, whose name is the sandbox's id.
 
@@ -132,10 +149,13 @@ class ImageStore(Protocol):
         `open_blank_memory`."""
         ...
 
-    async def capture(self, memory: GuestMemory, base: Stack | None, mapped: int, output: Path) -> Captured:
-        """Write what a frozen guest has changed of its memory as the layer `output`, to lie on `base`.
+    async def begin_capture(
+        self, memory: GuestMemory, base: Stack | None, mapped: int, output: Path, *, write_later: bool
+    ) -> Capture:
+        """Prepare to write what a guest has changed of its memory as the layer `output`, to lie on `base`.
 
         `mapped` is how many layers of `base`, from the lowest, the guest maps; those above were captured from it since.
+        With `write_later` the guest stands still only while its pages are copied, as far as there is room for copies.
         """
         ...
 

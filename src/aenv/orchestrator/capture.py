@@ -1,7 +1,7 @@
 """Takes the state of a running sandbox: memory, device state and disk at one instant, as a checkpoint.
 
-What is captured is added to the run's own layers before anything else can fail, so a capture that fails half-way costs
-nothing but its time: the guest goes on, and the next capture holds everything since.
+What was sealed of the disk is added to the run's own layers before anything else can fail, so a capture that fails
+half-way costs nothing but its time: the guest goes on, and the next capture holds everything since.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ import structlog
 
 from aenv.errors import AenvError, GuestError, InfrastructureError
 from aenv.guest.envd import GuestClient
-from aenv.images.protocol import GuestMemory, ImageStore, Stack
+from aenv.images.protocol import Capture, ImageStore, Stack
 from aenv.orchestrator.run import Run, requirements
 from aenv.snapshots import making
 from aenv.snapshots.checkpoint import Checkpoint
@@ -40,16 +40,27 @@ class Capturer:
         """
         vm = await self._prepared(run)
         memory = await vm.memory()
+        layer = run.new_layer("memory")
+        base = Stack(layers=tuple(run.memory), size=memory.size) if run.memory else None
+        # A guest that goes on is not kept waiting for the writing of what was copied.
+        capturing = await self._images.begin_capture(memory, base, run.mapped, layer, write_later=thaw)
         frozen_at = time.perf_counter()
         try:
             await vm.freeze()
-            state = await self._take(run, vm, memory)
+            state = await self._take(run, vm, capturing)
+            if thaw:
+                await vm.thaw()
+                run.note("stopped", frozen_at)
+            found = await capturing.finish()
         except BaseException:
-            await going_on(vm)
+            await _undone(vm, capturing, layer)
             raise
-        if thaw:
-            await vm.thaw()
-        run.note("stopped", frozen_at)
+        if not thaw:
+            run.note("stopped", frozen_at)
+        run.memory.append(layer)
+        log.info(
+            "capture.memory", run=run.name, dirty=found.dirty_pages, data=found.data_pages, bytes=found.layer_bytes
+        )
         try:
             requires = requirements(await self._vmm.info(), run.kernel, vcpus)
             made = await to_its_end(
@@ -68,25 +79,19 @@ class Capturer:
         log.info("capture.taken", run=run.name, stopped_ms=round(run.timings["stopped"], 1))
         return made
 
-    async def _take(self, run: Run, vm: Vm, memory: GuestMemory) -> bytes:
+    async def _take(self, run: Run, vm: Vm, capturing: Capture) -> bytes:
         """Device state, memory and disk of a frozen guest, side by side."""
-        base = Stack(layers=tuple(run.memory), size=memory.size) if run.memory else None
-        memory_layer = run.new_layer("memory")
-        saving = asyncio.ensure_future(vm.save())
-        capturing = asyncio.ensure_future(self._images.capture(memory, base, run.mapped, memory_layer))
-        sealing = asyncio.ensure_future(self._seal(run))
+        taking = (
+            asyncio.ensure_future(vm.save()),
+            asyncio.ensure_future(capturing.copy()),
+            asyncio.ensure_future(self._seal(run)),
+        )
         try:
-            await asyncio.gather(saving, capturing, sealing)
+            state, _, _ = await asyncio.gather(*taking)
         finally:
             # If one of them fails, what the others made is kept all the same.
-            await asyncio.wait((saving, capturing, sealing))
-            if not capturing.cancelled() and capturing.exception() is None:
-                run.memory.append(memory_layer)
-        found = capturing.result()
-        log.info(
-            "capture.memory", run=run.name, dirty=found.dirty_pages, data=found.data_pages, bytes=found.layer_bytes
-        )
-        return saving.result()
+            await asyncio.wait(taking)
+        return state
 
     async def disk(self, run: Run, folder: Path, *, token: str | None, thaw: bool, forced: bool) -> Checkpoint:
         """Its files alone, once the guest has written out what it still held back; else as `full`.
@@ -130,6 +135,15 @@ class Capturer:
         layer = run.new_layer("disk")
         await self._images.seal(run.directory, layer)
         run.disk.append(layer)
+
+
+async def _undone(vm: Vm, capturing: Capture, layer: Path) -> None:
+    """Let a guest go on without what was taken of its memory: the next capture holds it, too."""
+    try:
+        await going_on(vm)
+    finally:
+        await capturing.abandon()
+        await to_its_end(layer.unlink, missing_ok=True)
 
 
 async def going_on(vm: Vm) -> None:

@@ -50,6 +50,8 @@ pub enum CaptureError {
         /// Where the page is.
         address: u64,
     },
+    /// the capture was given up before the guest stood still
+    Abandoned,
     /// the base's layers cannot be stacked
     Stack(#[from] StackError),
     /// reading the base failed
@@ -75,7 +77,7 @@ impl From<CaptureError> for Error {
     fn from(error: CaptureError) -> Self {
         let code = match &error {
             CaptureError::NoProcess(_) | CaptureError::OtherProcess { .. } => Code::NotFound,
-            CaptureError::Invalid(_) | CaptureError::Mapping(_) => Code::Invalid,
+            CaptureError::Invalid(_) | CaptureError::Mapping(_) | CaptureError::Abandoned => Code::Invalid,
             CaptureError::Exists(_) => Code::Exists,
             CaptureError::Stack(_) => Code::Corrupt,
             CaptureError::Died(_)

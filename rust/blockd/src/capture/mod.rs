@@ -17,6 +17,7 @@ mod plan;
 pub(crate) mod process;
 mod report;
 mod request;
+mod room;
 mod scan;
 mod sift;
 pub(crate) mod sys;
@@ -30,12 +31,14 @@ pub use error::CaptureError;
 pub use maps::{find_mappings, Ram};
 pub use report::{Report, Times};
 pub use request::{Base, Mapping, Request};
+pub use room::LIMIT as HELD_LIMIT;
 pub use scan::Method;
 
 use base::View;
 use output::{Output, Progress, Tracked};
-use pipeline::{Failure, Found, Work};
+use pipeline::{Failure, Found, Work, BATCH};
 use process::Process;
+use room::Room;
 use scan::Scanner;
 
 /// Workers: enough to read while another writes, few enough to leave the machine to its guests.
@@ -48,28 +51,56 @@ const WORKERS: std::ops::RangeInclusive<usize> = 2..=4;
 /// # Errors
 /// [`CaptureError`]; the source is then as it was, and there is no output.
 pub fn capture(request: &Request) -> Result<Report, CaptureError> {
-    let started = Instant::now();
+    capture_staged(request, &Stages { hold: 0, ready: &|| Ok(()), copied: &|| {} })
+}
+
+/// How a capture in stages agrees with whoever stops the guest.
+pub struct Stages<'a> {
+    /// Bytes of copies to hold at most, within [`HELD_LIMIT`] for all captures; what is beyond is written before `copied`.
+    pub hold: usize,
+    /// Everything is prepared, and the guest may still run. Returns when it does not; or with the error to end with.
+    pub ready: &'a dyn Fn() -> Result<(), CaptureError>,
+    /// Nothing more is needed of the guest. It may go on, and end.
+    pub copied: &'a dyn Fn(),
+}
+
+/// The same in stages: only between `ready` and `copied` must the guest stand still.
+///
+/// # Errors
+/// As [`capture`], before or after `copied`.
+pub fn capture_staged(request: &Request, stages: &Stages<'_>) -> Result<Report, CaptureError> {
+    let preparing = Instant::now();
     let page_size = rustix::param::page_size() as u64;
     request.check(page_size)?;
     let process = Process::open(request.pid, request.start_time)?;
     let backing = maps::check(&process, &request.mappings)?;
     let view = View::new(request.base.as_ref(), backing, request.size)?;
-    let scanner = Scanner::new(Arc::new(process.file("pagemap")?), page_size, backing, request.method);
+    let mut scanner = Scanner::new(Arc::new(process.file("pagemap")?), page_size, backing, request.method);
     let method = scanner.method();
     let output = Output::create(&request.output)?;
     let work = Work { process: &process, view: &view, page_size, compare: request.compare };
-    let prepared = started.elapsed();
+    let mut room = match stages.hold {
+        0 => Room::new(0),
+        hold => Room::new(expected(&mut scanner, &process, &request.mappings)?.min(hold)),
+    };
+    let prepared = preparing.elapsed();
+    (stages.ready)()?;
 
-    let written = write_layer(request, &output, work, &scanner)?;
-
-    // Whatever was read by number was this process's, and from the memory it was said to have.
-    process.check_alive()?;
-    if maps::check(&process, &request.mappings)? != backing {
-        return Err(CaptureError::Mapping(format!("the mappings of process {} changed", request.pid)));
-    }
+    let started = Instant::now();
+    let copied = || {
+        // Whatever was read by number was this process's, and from the memory it was said to have.
+        process.check_alive()?;
+        if maps::check(&process, &request.mappings)? != backing {
+            return Err(CaptureError::Mapping(format!("the mappings of process {} changed", request.pid)));
+        }
+        (stages.copied)();
+        Ok(started.elapsed())
+    };
+    let written = write_layer(request, &output, work, &scanner, room.bytes(), copied)?;
+    drop(room);
     let named = Instant::now();
     output.publish(request.durable)?;
-    let Written { found, summary, digest, finish } = written;
+    let Written { found, summary, digest, copy, finish } = written;
     Ok(Report {
         method,
         dirty_pages: found.dirty_bytes / page_size,
@@ -82,8 +113,9 @@ pub fn capture(request: &Request) -> Result<Report, CaptureError> {
         extents: summary.extents,
         digest,
         times: Times {
-            total: started.elapsed(),
+            total: prepared + started.elapsed(),
             prepare: prepared,
+            copy,
             scan: found.scanning,
             read: found.steps.read,
             compare: found.steps.sift,
@@ -93,16 +125,41 @@ pub fn capture(request: &Request) -> Result<Report, CaptureError> {
     })
 }
 
+/// Bytes of room for what is dirty now, and some more: the guest still runs.
+fn expected(scanner: &mut Scanner, process: &Process, mappings: &[Mapping]) -> Result<usize, CaptureError> {
+    let mut bytes = 0;
+    let mut dirty = Vec::new();
+    for mapping in mappings {
+        let (mut at, end) = (mapping.address, mapping.address + mapping.length);
+        while at < end {
+            dirty.clear();
+            at = scanner.next(at..end, u64::MAX, &mut dirty).map_err(|e| process.failed("pagemap", e))?;
+            bytes += dirty.iter().map(|range| range.end - range.start).sum::<u64>();
+        }
+    }
+    // Each worker's last batch may leave a part of its piece of the room unused.
+    Ok((bytes + bytes / 16) as usize + (WORKERS.end() + 2) * BATCH)
+}
+
 /// A layer's file that only lacks its name.
 struct Written {
     found: Found,
     summary: LayerSummary,
     digest: Option<Digest>,
+    /// Time until the guest was no longer needed.
+    copy: Duration,
     /// Time from the last page to the end.
     finish: Duration,
 }
 
-fn write_layer(request: &Request, output: &Output, work: Work<'_>, scanner: &Scanner) -> Result<Written, CaptureError> {
+fn write_layer(
+    request: &Request,
+    output: &Output,
+    work: Work<'_>,
+    scanner: &Scanner,
+    room: &mut [u8],
+    copied: impl FnOnce() -> Result<Duration, CaptureError>,
+) -> Result<Written, CaptureError> {
     let failed = |e: WriteLayerError| CaptureError::output(&request.output, e);
     let uuid = Uuid::random().map_err(|e| failed(e.into()))?;
     let info = LayerInfo { virtual_size: request.size, uuid, parent: work.view.parent(), user_tag: Vec::new() };
@@ -117,11 +174,13 @@ fn write_layer(request: &Request, output: &Output, work: Work<'_>, scanner: &Sca
         let writer = LayerWriter::new(file, info).map_err(failed)?;
         let workers = std::thread::available_parallelism().map_or(*WORKERS.start(), usize::from);
         let workers = workers.clamp(*WORKERS.start(), *WORKERS.end());
-        let (found, writer) =
-            pipeline::run(work, &request.mappings, scanner, writer, workers).map_err(|failure| match failure {
-                Failure::Read(e) => e,
-                Failure::Write(e) => failed(e),
-            })?;
+        let mut copy = Duration::ZERO;
+        let copied = || copied().map(|time| copy = time);
+        let run = pipeline::run(work, &request.mappings, scanner, writer, workers, room, copied);
+        let (found, writer) = run.map_err(|failure| match failure {
+            Failure::Read(e) => e,
+            Failure::Write(e) => failed(e),
+        })?;
         let finishing = Instant::now();
         let (file, summary) = writer.finish().map_err(failed)?;
         drop(file);
@@ -130,6 +189,6 @@ fn write_layer(request: &Request, output: &Output, work: Work<'_>, scanner: &Sca
             Some(Ok(digest)) => Some(digest.map_err(|e| failed(e.into()))?),
             Some(Err(panic)) => std::panic::resume_unwind(panic),
         };
-        Ok(Written { found, summary, digest, finish: finishing.elapsed() })
+        Ok(Written { found, summary, digest, copy, finish: finishing.elapsed() })
     })
 }

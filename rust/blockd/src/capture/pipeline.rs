@@ -3,8 +3,12 @@
 //! Each worker takes a stripe of guest RAM at a time, finds what is dirty there, reads a batch, sifts it and appends what is left
 //! to the layer. Only the appending is one at a time, so it overlaps with the others' work; no bytes move between cores, and
 //! memory is bounded by two buffers for each worker.
+//!
+//! If there is room to hold batches, they are only read into it, as far as it goes, and sifted and written in a second step, for
+//! which the guest is not needed.
 
 use std::io::Write;
+use std::slice::ChunksMut;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -18,7 +22,7 @@ use super::sift::{Counts, Sieve, Sifted};
 use super::{CaptureError, Mapping};
 
 /// Bytes of a batch. Small enough to stay in a core's own cache between being read and being written.
-const BATCH: usize = 1 << 20;
+pub const BATCH: usize = 1 << 20;
 
 /// Time spent in each step, added up over the workers.
 #[derive(Debug, Clone, Copy, Default)]
@@ -53,11 +57,19 @@ pub struct Work<'a> {
 }
 
 /// What the workers share.
-struct Pipeline<'a, W> {
+struct Pipeline<'a, 'r, W> {
     work: Work<'a>,
     stripes: Stripes,
     scanner: &'a Scanner,
+    room: Mutex<ChunksMut<'r, u8>>,
+    held: Mutex<Vec<Held<'r>>>,
     layer: Mutex<Sink<W>>,
+}
+
+/// A batch that was read, to be sifted and written later.
+struct Held<'r> {
+    runs: Vec<Run>,
+    bytes: &'r mut [u8],
 }
 
 struct Sink<W> {
@@ -99,25 +111,31 @@ pub struct Found {
     pub steps: Steps,
 }
 
-/// Writes what is dirty in the mappings, with this many workers, the calling thread among them.
+/// Writes what is dirty in the mappings, with this many workers, the calling thread among them. `copied` is called when all
+/// that is needed of the process was read: batches for which there is `room` are written only then, by one worker less, as
+/// the guest wants the processors again.
 pub fn run<W: Write + Send>(
     work: Work<'_>,
     mappings: &[Mapping],
     scanner: &Scanner,
     writer: LayerWriter<W>,
     workers: usize,
+    room: &mut [u8],
+    copied: impl FnOnce() -> Result<(), CaptureError>,
 ) -> Result<(Found, LayerWriter<W>), Failure> {
-    let layer = Mutex::new(Sink { writer, failure: None, found: Found::default() });
-    let pipeline = Pipeline { work, stripes: Stripes::new(mappings), scanner, layer };
-    std::thread::scope(|scope| {
-        for _ in 1..workers {
-            // Without another thread it only takes longer.
-            if std::thread::Builder::new().name("capture".into()).spawn_scoped(scope, || pipeline.work()).is_err() {
-                break;
-            }
-        }
-        pipeline.work();
-    });
+    let pipeline = Pipeline {
+        work,
+        stripes: Stripes::new(mappings),
+        scanner,
+        room: Mutex::new(room.chunks_mut(BATCH)),
+        held: Mutex::default(),
+        layer: Mutex::new(Sink { writer, failure: None, found: Found::default() }),
+    };
+    side_by_side(workers, || pipeline.read_all());
+    if pipeline.layer().failure.is_none() {
+        copied()?;
+        side_by_side(workers.saturating_sub(1), || pipeline.write_held());
+    }
     let Sink { writer, failure, found } = pipeline.layer.into_inner().unwrap_or_else(PoisonError::into_inner);
     match failure {
         Some(failure) => Err(failure),
@@ -125,8 +143,20 @@ pub fn run<W: Write + Send>(
     }
 }
 
-impl<W: Write + Send> Pipeline<'_, W> {
-    fn work(&self) {
+fn side_by_side(workers: usize, work: impl Fn() + Sync) {
+    std::thread::scope(|scope| {
+        for _ in 1..workers {
+            // Without another thread it only takes longer.
+            if std::thread::Builder::new().name("capture".into()).spawn_scoped(scope, &work).is_err() {
+                break;
+            }
+        }
+        work();
+    });
+}
+
+impl<W: Write + Send> Pipeline<'_, '_, W> {
+    fn read_all(&self) {
         let Work { process, view, page_size, .. } = self.work;
         let mut plan = Plan::new(process, view, page_size, &self.stripes, self.scanner.clone());
         let mut steps = Steps::default();
@@ -134,17 +164,30 @@ impl<W: Write + Send> Pipeline<'_, W> {
         let mut layer = self.layer();
         layer.found.dirty_bytes += plan.dirty_bytes;
         layer.found.scanning += plan.scanning;
+        drop(layer);
+        self.ended(steps, ended);
+    }
+
+    fn write_held(&self) {
+        let mut steps = Steps::default();
+        let ended = self.held_batches(&mut steps);
+        self.ended(steps, ended);
+    }
+
+    fn ended(&self, steps: Steps, ended: Result<(), Failure>) {
+        let mut layer = self.layer();
         layer.found.steps.add(steps);
         if let Err(failure) = ended {
             // The first failure is the cause; others may follow from it.
             layer.failure.get_or_insert(failure);
             self.stripes.clear();
+            lock(&self.held).clear();
         }
     }
 
     fn batches(&self, plan: &mut Plan<'_>, steps: &mut Steps) -> Result<(), Failure> {
-        let mut buf = Vec::new();
-        let mut sieve = Sieve::new(self.work.view, self.work.page_size, self.work.compare);
+        let mut own = Vec::new();
+        let mut sieve = self.sieve();
         let mut sifted = Sifted::default();
         let mut runs = Vec::new();
         loop {
@@ -152,25 +195,59 @@ impl<W: Write + Send> Pipeline<'_, W> {
             if runs.is_empty() {
                 return Ok(());
             }
-            let started = Instant::now();
             let len: usize = runs.iter().map(|run| run.len as usize).sum();
-            buf.resize(len.max(buf.len()), 0);
-            self.read(&runs, &mut buf[..len])?;
-            let read = Instant::now();
-            sieve.sift(&runs, &mut buf[..len], &mut sifted)?;
-            steps.read += read - started;
-            steps.sift += read.elapsed();
-            let mut layer = self.layer();
+            // The last piece of the room may be shorter than a batch.
+            let held = lock(&self.room).next().filter(|room| room.len() >= len);
             let started = Instant::now();
-            let written = write(&mut layer.writer, &sifted, &buf);
-            steps.write += started.elapsed();
-            written.map_err(Failure::Write)?;
-            layer.found.counts.add(sifted.counts);
+            if let Some(room) = held {
+                let bytes = &mut room[..len];
+                self.read(&runs, bytes)?;
+                steps.read += started.elapsed();
+                lock(&self.held).push(Held { runs: std::mem::take(&mut runs), bytes });
+                continue;
+            }
+            own.resize(len.max(own.len()), 0);
+            self.read(&runs, &mut own[..len])?;
+            steps.read += started.elapsed();
+            self.write(&runs, &mut own[..len], &mut sieve, &mut sifted, steps)?;
         }
     }
 
+    fn held_batches(&self, steps: &mut Steps) -> Result<(), Failure> {
+        let mut sieve = self.sieve();
+        let mut sifted = Sifted::default();
+        loop {
+            let Some(Held { runs, bytes }) = lock(&self.held).pop() else { return Ok(()) };
+            self.write(&runs, bytes, &mut sieve, &mut sifted, steps)?;
+        }
+    }
+
+    fn sieve(&self) -> Sieve<'_> {
+        Sieve::new(self.work.view, self.work.page_size, self.work.compare)
+    }
+
+    fn write(
+        &self,
+        runs: &[Run],
+        bytes: &mut [u8],
+        sieve: &mut Sieve<'_>,
+        sifted: &mut Sifted,
+        steps: &mut Steps,
+    ) -> Result<(), Failure> {
+        let started = Instant::now();
+        sieve.sift(runs, bytes, sifted)?;
+        steps.sift += started.elapsed();
+        let mut layer = self.layer();
+        let started = Instant::now();
+        let written = write(&mut layer.writer, sifted, bytes);
+        steps.write += started.elapsed();
+        written.map_err(Failure::Write)?;
+        layer.found.counts.add(sifted.counts);
+        Ok(())
+    }
+
     fn layer(&self) -> MutexGuard<'_, Sink<W>> {
-        self.layer.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.layer)
     }
 
     fn read(&self, runs: &[Run], mut buf: &mut [u8]) -> Result<(), CaptureError> {
@@ -192,6 +269,10 @@ impl<W: Write + Send> Pipeline<'_, W> {
         }
         Ok(())
     }
+}
+
+fn lock<T>(shared: &Mutex<T>) -> MutexGuard<'_, T> {
+    shared.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn write<W: Write>(writer: &mut LayerWriter<W>, sifted: &Sifted, buf: &[u8]) -> Result<(), WriteLayerError> {

@@ -21,7 +21,7 @@ pub struct Report {
     pub zero_pages: u64,
     /// Those of them that the layer says are zero, as the base holds something else there.
     pub zeroed_pages: u64,
-    /// Pages that are as in the base.
+    /// Pages that were found to be as in the base.
     pub equal_pages: u64,
     /// Bytes of pages in the layer.
     pub written_bytes: u64,
@@ -40,12 +40,15 @@ pub struct Report {
 /// Where a capture's time went. Steps that ran in several threads at once are added up, so they may exceed the total.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
 pub struct Times {
-    /// From start to end.
+    /// From start to end, without waiting for the guest's stop.
     #[serde(rename = "milliseconds", serialize_with = "milliseconds")]
     pub total: Duration,
     /// Checking the request, the process and its mappings, and opening the output.
     #[serde(rename = "prepare_milliseconds", serialize_with = "milliseconds")]
     pub prepare: Duration,
+    /// From then (and, in stages, from the guest's stop) until nothing more was needed of the guest.
+    #[serde(rename = "copy_milliseconds", serialize_with = "milliseconds")]
+    pub copy: Duration,
     /// Finding dirty pages.
     #[serde(rename = "scan_milliseconds", serialize_with = "milliseconds")]
     pub scan: Duration,

@@ -39,19 +39,64 @@ pub struct Sifted {
     pub counts: Counts,
 }
 
+/// Pages in a row that are not as in the base, after which it is no longer looked at for each.
+const ENOUGH: usize = 256;
+/// One page of so many is then compared.
+const SAMPLE: usize = 16;
+
+/// Which pages are compared with what the base stores: all, until many in a row were not as there; then some, until one is.
+/// What a guest wrote anew, mostly whole regions, so costs no reading of the base; as many pages stored a second time as are
+/// passed over before a sample is as in the base (some 16 each time) are the price.
+#[derive(Default)]
+struct Attention {
+    /// Compared in a row, and not as in the base.
+    unlike: usize,
+    /// Pages since the last sample, that one included.
+    passed: usize,
+}
+
+impl Attention {
+    /// How many of the next `most` pages are to be treated alike, and whether to compare them.
+    fn next(&self, most: usize) -> (usize, bool) {
+        match (self.unlike < ENOUGH, self.passed) {
+            (true, _) => (most.min(ENOUGH - self.unlike), true),
+            (false, 0) => (1, true),
+            (false, passed) => (most.min(SAMPLE - passed), false),
+        }
+    }
+
+    /// Takes note of a page.
+    fn seen(&mut self, compared: bool, fate: &Fate) {
+        self.passed = if self.unlike < ENOUGH { 0 } else { (self.passed + 1) % SAMPLE };
+        self.unlike = match (compared, fate) {
+            (false, _) => self.unlike,
+            (true, Fate::Data | Fate::Zero) => self.unlike + 1,
+            (true, _) => 0,
+        };
+    }
+}
+
 /// Goes through the pages of a batch and drops those that need not be written.
 pub struct Sieve<'a> {
     view: &'a View,
     page_size: usize,
     /// Whether pages are compared with what the base stores.
     compare: bool,
+    attention: Attention,
     base: Vec<u8>,
     holds: Vec<(u64, u64, Holds)>,
 }
 
 impl<'a> Sieve<'a> {
     pub fn new(view: &'a View, page_size: u64, compare: bool) -> Self {
-        Self { view, page_size: page_size as usize, compare, base: Vec::new(), holds: Vec::new() }
+        Self {
+            view,
+            page_size: page_size as usize,
+            compare,
+            attention: Attention::default(),
+            base: Vec::new(),
+            holds: Vec::new(),
+        }
     }
 
     /// Takes runs whose bytes follow one another in `buf`, and moves those to be written to its front.
@@ -64,9 +109,15 @@ impl<'a> Sieve<'a> {
         for run in runs {
             let mut holds = std::mem::take(&mut self.holds);
             self.view.holds(run.offset, run.offset + run.len, self.page_size as u64, &mut holds);
-            for &(start, end, holds) in &holds {
-                let len = (end - start) as usize;
-                let compared = holds == Holds::Data && self.compare;
+            let mut rest = holds.iter().copied();
+            let mut next = rest.next();
+            while let Some((start, end, holds)) = next {
+                let most = (end - start) as usize / self.page_size;
+                let (pages, compared) = match holds {
+                    Holds::Data if self.compare => self.attention.next(most),
+                    _ => (most, false),
+                };
+                let len = pages * self.page_size;
                 if compared {
                     self.base.resize(self.base.len().max(len), 0);
                     self.view.read(&mut self.base[..len], start)?;
@@ -75,7 +126,11 @@ impl<'a> Sieve<'a> {
                     let offset = start + page as u64;
                     let here = at..at + self.page_size;
                     let base = compared.then(|| &self.base[page..page + self.page_size]);
-                    match fate(&buf[here.clone()], holds, base) {
+                    let fate = fate(&buf[here.clone()], holds, base);
+                    if holds == Holds::Data {
+                        self.attention.seen(compared, &fate);
+                    }
+                    match fate {
                         Fate::Data => {
                             out.counts.data += 1;
                             push(&mut out.data, offset, self.page_size);
@@ -93,6 +148,10 @@ impl<'a> Sieve<'a> {
                     }
                     at += self.page_size;
                 }
+                next = match start + len as u64 {
+                    reached if reached < end => Some((reached, end, holds)),
+                    _ => rest.next(),
+                };
             }
             self.holds = holds;
         }
@@ -145,6 +204,33 @@ mod tests {
             assert!(!is_zero(&page), "{at}");
             page[at] = 0;
         }
+    }
+
+    /// Which of `pages` pages are compared, if those that `like` tells are as in the base.
+    fn compared(pages: usize, like: impl Fn(usize) -> bool) -> Vec<usize> {
+        let (mut attention, mut at, mut all) = (Attention::default(), 0, Vec::new());
+        while at < pages {
+            let (taken, compared) = attention.next(pages - at);
+            assert!((1..=pages - at).contains(&taken));
+            for page in at..at + taken {
+                attention.seen(compared, if compared && like(page) { &Fate::Same } else { &Fate::Data });
+                all.extend(compared.then_some(page));
+            }
+            at += taken;
+        }
+        all
+    }
+
+    #[test]
+    fn few_pages_are_compared_where_none_is_as_in_the_base() {
+        assert_eq!(compared(5000, |_| true).len(), 5000);
+        assert_eq!(compared(5000, |page| page % ENOUGH == 0).len(), 5000);
+        assert_eq!(compared(ENOUGH, |_| false).len(), ENOUGH);
+        assert_eq!(compared(ENOUGH + 10 * SAMPLE, |_| false).len(), ENOUGH + 10);
+        // What begins to be as in the base is noticed at the next sample, and all is compared again.
+        let from = 3 * ENOUGH + 5;
+        let late = compared(8 * ENOUGH, |page| page >= from);
+        assert!(8 * ENOUGH - from - late.iter().filter(|page| **page >= from).count() < SAMPLE);
     }
 
     #[test]

@@ -9,6 +9,7 @@ use tokio::net::UnixStream;
 use tokio::sync::{mpsc, Semaphore};
 use tokio::task::JoinSet;
 
+use super::stages::Staged;
 use crate::control::{Op, Service};
 use crate::Error;
 
@@ -41,6 +42,7 @@ async fn send(mut write: OwnedWriteHalf, mut outgoing: mpsc::Receiver<Value>) {
 async fn take_requests(read: OwnedReadHalf, service: Arc<Service>, bulk: Arc<Semaphore>, replies: mpsc::Sender<Value>) {
     let mut read = BufReader::new(read);
     let in_flight = Arc::new(Semaphore::new(MAX_IN_FLIGHT));
+    let staged = Arc::new(Staged::default());
     let mut tasks = JoinSet::new();
     let mut line = Vec::new();
     loop {
@@ -54,7 +56,7 @@ async fn take_requests(read: OwnedReadHalf, service: Arc<Service>, bulk: Arc<Sem
                 break;
             }
         }
-        let (id, op) = match parse(&line) {
+        let (id, mut op) = match parse(&line) {
             Ok(parsed) => parsed,
             Err((id, error)) => {
                 if replies.send(failure(&id, &error)).await.is_err() {
@@ -63,11 +65,23 @@ async fn take_requests(read: OwnedReadHalf, service: Arc<Service>, bulk: Arc<Sem
                 continue;
             }
         };
-        if let Op::Subscribe = op {
-            service.events().subscribe(replies.clone());
+        match &mut op {
+            Op::Subscribe => service.events().subscribe(replies.clone()),
+            Op::Capture(capture) if capture.staged.is_some() => {
+                capture.client = Some(staged.begin(&id, replies.clone()));
+            }
+            Op::Proceed(proceed) => {
+                if let Err(error) = staged.proceed(proceed) {
+                    if replies.send(failure(&id, &error)).await.is_err() {
+                        break;
+                    }
+                    continue;
+                }
+            }
+            _ => {}
         }
         let Ok(permit) = in_flight.clone().acquire_owned().await else { break };
-        let (service, bulk, replies) = (service.clone(), bulk.clone(), replies.clone());
+        let (service, bulk, replies, staged) = (service.clone(), bulk.clone(), replies.clone(), staged.clone());
         tasks.spawn(async move {
             let _permit = permit;
             let _turn = match op.is_bulk() {
@@ -75,6 +89,7 @@ async fn take_requests(read: OwnedReadHalf, service: Arc<Service>, bulk: Arc<Sem
                 false => None,
             };
             let done = tokio::task::spawn_blocking(move || service.run(op)).await;
+            staged.end(&id);
             let reply = match done {
                 Ok(Ok(value)) => json!({"id": id, "ok": value}),
                 Ok(Err(error)) => failure(&id, &error),
@@ -83,6 +98,7 @@ async fn take_requests(read: OwnedReadHalf, service: Arc<Service>, bulk: Arc<Sem
             let _ = replies.send(reply).await;
         });
     }
+    staged.give_up();
     drop(replies);
     while tasks.join_next().await.is_some() {}
 }

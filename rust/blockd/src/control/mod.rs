@@ -9,6 +9,7 @@ mod request;
 mod restore;
 mod server;
 mod service;
+mod stages;
 mod stat;
 
 pub use events::Events;

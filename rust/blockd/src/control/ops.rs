@@ -2,7 +2,7 @@
 
 use serde_json::{json, Value};
 
-use super::request::{Capture, Compact, Export, Import, Prefetch, SaveWorkingSet, Seal};
+use super::request::{Capture, Compact, Export, Import, Prefetch, SaveWorkingSet, Seal, Stage};
 use super::service::text;
 use super::Service;
 use crate::capture;
@@ -70,10 +70,18 @@ impl Service {
             [] => None,
             _ => Some(self.capture_base(&request.base, request.mapped)?),
         };
-        let Capture { pid, start_time, mappings, output, size, compare, digest, durable, .. } = request;
+        let Capture { pid, start_time, mappings, output, size, compare, digest, durable, staged, client, .. } = request;
         let request =
             capture::Request { pid, start_time, mappings, base, output, size, compare, digest, durable, method: None };
-        let report = capture::capture(&request)?;
+        let report = match &client {
+            None => capture::capture(&request)?,
+            Some(client) => {
+                let hold = if staged == Some(Stage::Copy) { capture::HELD_LIMIT } else { 0 };
+                let (ready, copied) = (|| client.ready(), || client.copied());
+                capture::capture_staged(&request, &capture::Stages { hold, ready: &ready, copied: &copied })?
+            }
+        };
+        tracing::info!(pid, dirty = report.dirty_pages, data = report.data_pages, times = ?report.times, "captured");
         let mut reply =
             serde_json::to_value(&report).map_err(|e| Error::caused(Code::Io, "describing a capture", &e))?;
         reply["output"] = text(&request.output)?;

@@ -7,6 +7,7 @@ use serde::de::DeserializeOwned;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
+use super::stages::Client;
 use crate::capture::Mapping;
 use crate::image::{Format, LayerSpec, Owner, UpperSpec, ZFileSpec};
 use crate::{Code, Error};
@@ -156,6 +157,32 @@ pub struct Capture {
     pub digest: bool,
     #[serde(default)]
     pub durable: bool,
+    /// Tells the client when to stop the guest and when it may go on.
+    #[serde(default)]
+    pub staged: Option<Stage>,
+    /// Who is told, if so.
+    #[serde(skip)]
+    pub client: Option<Client>,
+}
+
+/// What a capture in stages does while the guest stands still.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Stage {
+    /// Everything but finishing the file.
+    Write,
+    /// Copying only, as far as there is room for copies.
+    Copy,
+}
+
+/// The answer to a capture that is ready.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Proceed {
+    /// The id of the capture's request.
+    pub capture: Value,
+    #[serde(default)]
+    pub abandon: bool,
 }
 
 fn yes() -> bool {
@@ -207,7 +234,8 @@ pub enum Op {
     Compact(Compact),
     Import(Import),
     Export(Export),
-    Capture(Capture),
+    Capture(Box<Capture>),
+    Proceed(Proceed),
     WorkingSet(SaveWorkingSet),
     Prefetch(Prefetch),
     Restore(Restore),
@@ -239,6 +267,7 @@ impl Op {
             "import" => Self::Import(parse(&name, args)?),
             "export" => Self::Export(parse(&name, args)?),
             "capture" => Self::Capture(parse(&name, args)?),
+            "proceed" => Self::Proceed(parse(&name, args)?),
             "working_set" => Self::WorkingSet(parse(&name, args)?),
             "prefetch" => Self::Prefetch(parse(&name, args)?),
             "restore" => Self::Restore(parse(&name, args)?),

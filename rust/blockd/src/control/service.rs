@@ -52,7 +52,7 @@ impl Service {
             Op::Compact(request) => self.compact(&request),
             Op::Import(request) => self.import(&request),
             Op::Export(request) => self.export(&request),
-            Op::Capture(request) => self.capture(request),
+            Op::Capture(request) => self.capture(*request),
             Op::WorkingSet(request) => self.save_working_set(&request),
             Op::Prefetch(request) => self.prefetch(&request),
             Op::Restore(request) => self.restore(request),
@@ -63,7 +63,8 @@ impl Service {
                 let layers = self.layers.sources().credentials(&request.url, &request.headers)?;
                 Ok(json!({"layers": layers}))
             }
-            Op::Subscribe => Ok(Value::Object(serde_json::Map::new())),
+            // Carried out by the connection.
+            Op::Subscribe | Op::Proceed(_) => Ok(Value::Object(serde_json::Map::new())),
         }
     }
 

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::Arc;
 
-use blockd::capture::{capture, Base, CaptureError, Mapping, Request};
+use blockd::capture::{capture, capture_staged, Base, CaptureError, Mapping, Request, Stages, HELD_LIMIT};
 use blockd::error::{Code, Error};
 use overlaybd::{ByteSource, Layer, ParentCheck, Stack};
 use rustix::thread::{CapabilitySet, CapabilitySets};
@@ -202,6 +202,13 @@ fn a_full_disk() {
             let error = Error::from(capture(&request).expect_err("full"));
             assert_eq!(error.code, Code::NoSpace, "{error}");
             assert!(error.message.contains("layer"), "{error}");
+            assert_empty(dir.path());
+            // The same once the guest goes on.
+            let copied = AtomicI32::new(0);
+            let note = || copied.store(1, Ordering::SeqCst);
+            let stages = Stages { hold: HELD_LIMIT, ready: &|| Ok(()), copied: &note };
+            let error = Error::from(capture_staged(&request, &stages).expect_err("full"));
+            assert_eq!((error.code, copied.into_inner()), (Code::NoSpace, 1), "{error}");
             assert_empty(dir.path());
         }
         // There is room again for what fits, and the source is as it was.

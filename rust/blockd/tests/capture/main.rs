@@ -7,3 +7,4 @@ mod faults;
 mod guest;
 mod history;
 mod kinds;
+mod staged;
