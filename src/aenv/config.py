@@ -94,9 +94,7 @@ class StandbySettings:
     ready: Annotated[int, between(0, 1000)] = 1
     """Guests of a template in use, restored and frozen: a create takes milliseconds. 0: none."""
     prepared: Annotated[int, between(0, 1000)] = 1
-    """VMMs that wait for the state of a template, or of a snapshot that sandboxes go back to. 0: none."""
-    blank: Annotated[int, between(0, 1000)] = 1
-    """VMMs of one size that wait for whichever sandbox is resumed next. 0: none."""
+    """VMMs over the memory of a template in use, for its next create, resume or rollback. 0: none."""
     memory_mb: Amount = 2048
     """Most that all ready ones together may have as their guests' memory; what they use is a tenth of it."""
 

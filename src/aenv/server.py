@@ -25,6 +25,7 @@ from aenv.network.pool import SlotPool
 from aenv.network.protocol import Network
 from aenv.observability import logs
 from aenv.orchestrator.capture import Capturer
+from aenv.orchestrator.greeter import Greeter
 from aenv.orchestrator.launcher import Launcher
 from aenv.orchestrator.service import Orchestrator
 from aenv.orchestrator.store import Store
@@ -94,9 +95,8 @@ async def node(
         vmm=vmm,
         network=network,
         images=images,
-        guest=guest,
+        greeter=Greeter(guest=guest, images=images, tokens=tokens, deadline=settings.orchestrator.boot_deadline),
         bundle=bundle,
-        tokens=tokens,
     )
     orchestrator = Orchestrator(
         capturer=Capturer(vmm=vmm, images=images, guest=guest),

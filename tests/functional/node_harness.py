@@ -70,7 +70,7 @@ class Node:
     home: Path
     limits: OrchestratorSettings = field(default_factory=OrchestratorSettings)
     host: FakeHost = field(default_factory=FakeHost)
-    standby: StandbySettings = StandbySettings(ready=0, prepared=0, blank=0)  # noqa: RUF009 (frozen)
+    standby: StandbySettings = StandbySettings(ready=0, prepared=0)  # noqa: RUF009 (frozen)
     net: int = field(default_factory=lambda: next(_nets))
     max_slots: int = 1000
 

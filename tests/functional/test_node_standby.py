@@ -10,6 +10,7 @@ import pytest
 from node_harness import NOTHING, Node, needs_root, rows, running_node, until
 
 from aenv.config import StandbySettings
+from aenv.orchestrator import launcher
 from aenv.orchestrator.record import RunRecord
 
 pytestmark = needs_root
@@ -117,8 +118,8 @@ async def run_of(node: Node, sandbox_id: str) -> RunRecord:
 
 
 @pytest.fixture
-async def blank(tmp_path: Path) -> AsyncIterator[Node]:
-    async with running_node(tmp_path, standby=StandbySettings(ready=0, prepared=1, blank=1)) as made:
+async def prepared(tmp_path: Path) -> AsyncIterator[Node]:
+    async with running_node(tmp_path, standby=StandbySettings(ready=0, prepared=1)) as made:
         yield made
 
 
@@ -127,78 +128,90 @@ async def pause_and_resume(node: Node, sandbox_id: str) -> None:
     await api(node, sandbox_id, "resume", {"timeout": 300}, status=201)
 
 
-async def test_a_resume_takes_the_vmm_that_waits_for_any_sandbox(blank: Node) -> None:
-    created = await blank.create()
+async def made_ahead(node: Node, sandbox_id: str) -> bool:
+    """Whether the sandbox is on a VMM that was made before it wanted one."""
+    return not (await run_of(node, sandbox_id)).name.startswith(sandbox_id)
+
+
+async def test_a_resume_takes_the_vmm_that_waits_for_any_guest_of_its_template(prepared: Node) -> None:
+    created = await prepared.create()
     sandbox_id = created["sandboxID"]
-    await remembered(blank, created, "one")
-    await pause_and_resume(blank, sandbox_id)  # shows that one is wanted
-    # Beside the sandbox one prepared for creates, and one blank.
-    await until(lambda: waiting(blank) == 3)
-    assert await remembered(blank, created, "two") == "two"
-    before = {handle for handle, machine in blank.host.machines.items() if machine.phase == "waiting"}
-    await pause_and_resume(blank, sandbox_id)
-    run = await run_of(blank, sandbox_id)
-    assert run.vm in before
-    assert not run.name.startswith(sandbox_id)
-    assert await remembered(blank, created) == "two"
-    # It is captured, and resumed, from that one like from any other.
-    await remembered(blank, created, "three")
-    await pause_and_resume(blank, sandbox_id)
-    assert await remembered(blank, created) == "three"
+    for value in ("one", "two", "three"):
+        await until(lambda: waiting(prepared) == 2)  # the sandbox, and one that waits
+        await remembered(prepared, created, value)
+        before = {handle for handle, machine in prepared.host.machines.items() if machine.phase == "waiting"}
+        await pause_and_resume(prepared, sandbox_id)
+        assert (await run_of(prepared, sandbox_id)).vm in before
+        assert await remembered(prepared, created) == value
 
 
-async def test_a_sandbox_on_a_vmm_made_ahead_survives_the_server_and_leaves_nothing(blank: Node) -> None:
-    created = await blank.create()
+async def test_a_sandbox_on_a_vmm_made_ahead_survives_the_server_and_leaves_nothing(prepared: Node) -> None:
+    created = await prepared.create()
     sandbox_id = created["sandboxID"]
-    await pause_and_resume(blank, sandbox_id)
-    await until(lambda: waiting(blank) == 3)
-    await remembered(blank, created, "kept")
-    await pause_and_resume(blank, sandbox_id)
-    run = await run_of(blank, sandbox_id)
-    await blank.stop()
-    await blank.start()
-    assert (await run_of(blank, sandbox_id)).vm == run.vm
-    assert await remembered(blank, created) == "kept"
-    await api(blank, sandbox_id, "pause", status=204)
-    await until(lambda: [folder.name for folder in blank.settings.sandboxes_dir.iterdir()] == [sandbox_id])
-    await api(blank, sandbox_id, "resume", {"timeout": 300}, status=201)
-    assert await remembered(blank, created) == "kept"
-    assert (await blank.http.delete(f"/sandboxes/{sandbox_id}")).status_code == 204
-    await blank.stop()
-    assert blank.leftovers() == NOTHING
+    await until(lambda: waiting(prepared) == 2)
+    await remembered(prepared, created, "kept")
+    await pause_and_resume(prepared, sandbox_id)
+    run = await run_of(prepared, sandbox_id)
+    assert await made_ahead(prepared, sandbox_id)
+    await prepared.stop()
+    await prepared.start()
+    assert (await run_of(prepared, sandbox_id)).vm == run.vm
+    assert await remembered(prepared, created) == "kept"
+    await api(prepared, sandbox_id, "pause", status=204)
+    await until(lambda: [folder.name for folder in prepared.settings.sandboxes_dir.iterdir()] == [sandbox_id])
+    await api(prepared, sandbox_id, "resume", {"timeout": 300}, status=201)
+    assert await remembered(prepared, created) == "kept"
+    assert (await prepared.http.delete(f"/sandboxes/{sandbox_id}")).status_code == 204
+    await prepared.stop()
+    assert prepared.leftovers() == NOTHING
 
 
-async def test_a_blank_one_of_no_use_costs_the_resume_only_time(blank: Node) -> None:
-    created = await blank.create()
-    await remembered(blank, created, "kept")
-    await pause_and_resume(blank, created["sandboxID"])
-    await until(lambda: waiting(blank) == 3)
-    blank.host.faults.extend(["load_fails"])
-    await pause_and_resume(blank, created["sandboxID"])
-    assert (await run_of(blank, created["sandboxID"])).name.startswith(created["sandboxID"])
-    assert await remembered(blank, created) == "kept"
+async def test_one_of_no_use_costs_the_resume_only_time(prepared: Node) -> None:
+    created = await prepared.create()
+    await remembered(prepared, created, "kept")
+    await until(lambda: waiting(prepared) == 2)
+    prepared.host.faults.extend(["load_fails"])
+    await pause_and_resume(prepared, created["sandboxID"])
+    assert not await made_ahead(prepared, created["sandboxID"])
+    assert await remembered(prepared, created) == "kept"
 
 
-async def test_a_policy_of_its_own_is_in_force_on_a_vmm_made_ahead(blank: Node) -> None:
-    created = await blank.create(allow_internet_access=False)
-    await pause_and_resume(blank, created["sandboxID"])
-    await until(lambda: waiting(blank) == 3)
-    await pause_and_resume(blank, created["sandboxID"])
-    run = await run_of(blank, created["sandboxID"])
-    assert not run.name.startswith(created["sandboxID"])
-    assert not blank.network.policies[run.slot].internet
+async def test_a_policy_of_its_own_is_in_force_on_a_vmm_made_ahead(prepared: Node) -> None:
+    created = await prepared.create(allow_internet_access=False)
+    await until(lambda: waiting(prepared) == 2)
+    await pause_and_resume(prepared, created["sandboxID"])
+    assert await made_ahead(prepared, created["sandboxID"])
+    run = await run_of(prepared, created["sandboxID"])
+    assert not prepared.network.policies[run.slot].internet
 
 
-async def test_who_goes_back_to_a_snapshot_again_finds_a_vmm_prepared_for_it(blank: Node) -> None:
-    created = await blank.create()
+async def test_a_rollback_takes_it_too(prepared: Node) -> None:
+    created = await prepared.create()
     sandbox_id = created["sandboxID"]
-    await remembered(blank, created, "then")
-    snapshot = (await api(blank, sandbox_id, "snapshots", {}, status=201))["snapshotID"]
-    for again in (False, True):
-        await remembered(blank, created, "later")
-        before = {handle for handle, machine in blank.host.machines.items() if machine.phase == "waiting"}
-        await api(blank, sandbox_id, "rollback", {"snapshotID": snapshot})
-        assert await remembered(blank, created) == "then"
-        run = await run_of(blank, sandbox_id)
-        assert (run.vm in before) is again
-        await until(lambda: waiting(blank) == 3)  # one for creates, one for this snapshot
+    await remembered(prepared, created, "then")
+    snapshot = (await api(prepared, sandbox_id, "snapshots", {}, status=201))["snapshotID"]
+    for _ in range(2):
+        await remembered(prepared, created, "later")
+        await until(lambda: waiting(prepared) == 2)
+        await api(prepared, sandbox_id, "rollback", {"snapshotID": snapshot})
+        assert await remembered(prepared, created) == "then"
+        assert await made_ahead(prepared, sandbox_id)
+
+
+async def test_much_changed_memory_is_an_image_of_its_own(prepared: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    created = await prepared.create()
+    sandbox_id = created["sandboxID"]
+    await until(lambda: waiting(prepared) == 2)
+    monkeypatch.setattr(launcher, "MOST_CHANGED", 0)
+    await remembered(prepared, created, "kept")
+    template_image = (await run_of(prepared, sandbox_id)).image
+    await pause_and_resume(prepared, sandbox_id)
+    run = await run_of(prepared, sandbox_id)
+    assert run.image != template_image
+    assert run.mapped == len(run.memory) == 2
+    assert await remembered(prepared, created) == "kept"
+    monkeypatch.undo()
+    await pause_and_resume(prepared, sandbox_id)  # what it mapped is an image like any other
+    run = await run_of(prepared, sandbox_id)
+    assert (run.mapped, len(run.memory)) == (2, 3)
+    assert await remembered(prepared, created) == "kept"

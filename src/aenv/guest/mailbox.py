@@ -52,6 +52,7 @@ class Mailbox:
     async def held(self, call: Callable[[], None]) -> bool:
         """Return when the daemon of a guest that runs waits for words, having been sent for with `call`: cancel it to
         give up. False if the guest has no mailbox. Raises VmmError when the VMM is gone."""
+        await asyncio.to_thread(self._read, 0, _HEAD.size)  # the first look may have to wait for the memory's server
         while True:
             call()
             for _ in range(_CALL_AGAIN):

@@ -8,6 +8,7 @@ import asyncio
 import shutil
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 
 from aenv.errors import AenvError, ImageError, NotFound

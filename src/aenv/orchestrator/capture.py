@@ -70,6 +70,7 @@ class Capturer:
                 memory=Stack(layers=tuple(run.memory), size=memory.size),
                 state=state,
                 requires=requires,
+                base=run.mapping,
                 guest=guest,
             )
         except BaseException:

@@ -3,53 +3,36 @@
 import asyncio
 import errno
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
-
-import structlog
 
 from aenv.config import Settings
 from aenv.errors import (
     Conflict,
-    DeadlineExceeded,
-    GuestError,
-    ImageError,
     InfrastructureError,
     InsufficientStorage,
     Unavailable,
     VmmError,
 )
-from aenv.guest.envd import ENVD_PORT, GuestClient, GuestInit
 from aenv.guest.provision import GuestBundle
-from aenv.guest.rehearsal import COMMANDS, Command, rehearse
 from aenv.images.protocol import Disk, ImageStore, Stack
-from aenv.lifecycle.events import DiskLost, VmmExited
 from aenv.network.protocol import EgressPolicy, Network, Slot
+from aenv.orchestrator.greeter import Greeter
 from aenv.orchestrator.host import host_boot_id
 from aenv.orchestrator.record import Record
 from aenv.orchestrator.run import Run, requirements
-from aenv.orchestrator.tokens import Tokens
-from aenv.snapshots.checkpoint import Checkpoint, Requirements
+from aenv.snapshots.checkpoint import Checkpoint, Image, Requirements
 from aenv.templates.models import Template
 from aenv.threads import to_its_end
-from aenv.vmm.console import last_words
-from aenv.vmm.protocol import Vm, Vmm, VmSpec
+from aenv.vmm.protocol import Vmm, VmSpec
 
-CLOCK_DEADLINE = 5.0
-"""Seconds to tell a running guest the time; one that does not answer has other troubles."""
-T = TypeVar("T")
-
+MOST_CHANGED = 32 << 20
+"""Bytes that are written over a shared memory image rather than having an image of its own made of them: writing takes
+0.5 ms for each MB, while of a new image each page that is used comes from its server first."""
 AHEAD = ".ahead"
 """Ends the name of a run that was made before anybody asked for it."""
-HOLD_DEADLINE = 0.15
-"""Seconds for a guest to prepare for its capture: what an emulated one takes that has not talked to anybody yet."""
-log = structlog.get_logger(__name__)
-
-CONSOLE_LINES = 5
-"""Of a guest that does not become ready, in the error."""
 
 
 class Launcher:
@@ -62,17 +45,15 @@ class Launcher:
         vmm: Vmm,
         network: Network,
         images: ImageStore,
-        guest: GuestClient,
+        greeter: Greeter,
         bundle: GuestBundle,
-        tokens: Tokens,
     ) -> None:
         self._settings = settings
         self._vmm = vmm
         self._network = network
         self._images = images
-        self._guest = guest
+        self.greeter = greeter
         self._bundle = bundle
-        self._tokens = tokens
         self._booting = asyncio.Semaphore(settings.orchestrator.boot_concurrency)
 
     def directory(self, sandbox_id: str) -> Path:
@@ -92,106 +73,71 @@ class Launcher:
         egress: EgressPolicy,
         source: Checkpoint,
         *,
-        boot: bool = False,
+        image: Image | None = None,
         baking: bool = False,
     ) -> None:
-        """Load the guest of `source`, which goes on with `greet`, or boot from its disk (with `boot`, and where only a
-        disk was kept) and return when its daemon answers. `baking`: as what others will start from. Notes in `run`
+        """Load the guest of `source`, which goes on with `greet`, over the memory image `image`; or without one boot
+        from its disk, and return when its daemon answers. `baking`: as what others will start from. Notes in `run`
         whatever now needs releasing.
 
         Raises Conflict if this node cannot run what was saved, and InfrastructureErrors. On an error or cancellation
         the caller releases.
         """
-        if boot or source.manifest.memory is None:
+        if image is None:
             async with self.in_time():
-                disk = await self._make_disk(run, egress, source, memory=False)
+                disk = await self._make_disk(run, egress, source, None)
                 async with self._booting:
                     await self._boot(run, template, disk, zero_freed=baking)
-        else:
-            await self.prepare(run, template, egress, source)
-            await self.go_on(run, source)
-
-    async def prepare(self, run: Run, template: Template, egress: EgressPolicy, source: Checkpoint) -> None:
-        """The part of `start` that needs no guest: all that it will hold, and a VMM that waits. Errors are those of
-        `start`."""
-        assert source.manifest.memory is not None
+            return
         assert source.memory is not None
-        await self._check(source.manifest.memory.requires)
+        await self._check(source)
         async with self.in_time():
-            disk = await self._make_disk(run, egress, source, memory=True)
-            assert run.image is not None
+            disk = await self._make_disk(run, egress, source, image)
             with run.timed("memory"):
-                stack = Stack(layers=tuple(run.memory), size=source.memory.size)
-                memory = await self._images.open_memory(run.image, stack, run.name)
+                stack = Stack(layers=tuple(run.memory[: image.layers]), size=source.memory.size)
+                memory = await self._images.open_memory(image.id, stack, run.name)
             with run.timed("vmm"):
                 run.vm = await self._vmm.prepare(self._vm_spec(run, template, disk, memory))
+        await self._load(run, source)
 
-    async def prepare_blank(self, run: Run, template: Template, disk_size: int) -> None:
-        """A VMM of this template's size that waits for any guest's disk, memory and state. Errors are those of
-        `start`."""
+    async def prepare(self, run: Run, template: Template, disk_size: int, image: Image, stack: Stack) -> None:
+        """A VMM of this template's size over the memory image `image`, made of `stack`, that waits for any guest of it.
+        Errors are those of `start`."""
         async with self.in_time():
-            run.image, size = run.name, template.memory_mb << 20
             run.slot = await self._network.acquire(EgressPolicy())
             await _on_disk(run, run.make_folder)
             disk = await self._images.attach_blank(disk_size, run.directory, self._uid(run.slot))
-            memory = await self._images.open_blank_memory(run.image, size, run.name)
+            run.image = image.id
+            memory = await self._images.open_memory(image.id, stack, run.name)
             run.vm = await self._vmm.prepare(self._vm_spec(run, template, disk, memory))
 
-    async def fit(self, run: Run, egress: EgressPolicy, source: Checkpoint) -> None:
-        """Make what was prepared ahead hold the guest of `source`, as `start` does. Raises Conflict, and
-        InfrastructureErrors."""
-        assert source.manifest.memory is not None
-        assert source.memory is not None
+    async def fit(self, run: Run, source: Checkpoint, image: Image) -> None:
+        """Make a run that was prepared for the memory image `image` hold the guest of `source`, as `start` does. Raises
+        Conflict, and InfrastructureErrors."""
+        await self._check(source)
+        async with self.in_time():
+            with run.timed("disk"):
+                await _on_disk(run, lambda: run.begin_with(source, image))
+                await self._images.bind(Stack(layers=tuple(run.disk), size=run.disk_size), run.directory)
+        await self._load(run, source)
+
+    async def claim(self, run: Run, egress: EgressPolicy) -> None:
+        """Somebody waits for a run that was made ahead. Raises NetworkError, BadRequest."""
         assert run.vm is not None
         run.vm.claim()
         if egress != EgressPolicy():
             with run.timed("egress"):
                 await self.set_egress(run, egress)
-        if run.is_blank:
-            assert run.image is not None
-            await self._check(source.manifest.memory.requires)
-            with run.timed("bind"):
-                await _on_disk(run, lambda: run.begin_with(source, memory=True))
-                disk = Stack(layers=tuple(run.disk), size=run.disk_size)
-                memory = Stack(layers=tuple(run.memory), size=source.memory.size)
-                await asyncio.gather(
-                    self._images.bind(disk, run.directory), self._images.bind_memory(run.image, memory)
-                )
-        if not run.vm.frozen:
-            await self.go_on(run, source)
 
-    async def go_on(self, run: Run, source: Checkpoint) -> None:
-        """Have a run that is prepared for it hold the guest of `source`, frozen. Raises an InfrastructureError."""
+    async def _load(self, run: Run, source: Checkpoint) -> None:
+        """Have a VMM that waits hold the guest of `source`, frozen."""
         assert run.vm is not None
         async with self.in_time():
+            if changed := run.memory[run.mapped :]:
+                with run.timed("changed"):
+                    await self._images.restore(await run.vm.memory(), changed)
             with run.timed("load"):
                 await run.vm.load(await asyncio.to_thread(source.state))
-
-    async def wait_ready(self, run: Run) -> None:
-        """Return when the daemon of a run's guest answers. Raises an InfrastructureError."""
-        assert run.vm is not None
-        assert run.slot is not None
-        with run.timed("guest"):
-            await self._wait_ready(run, run.vm, run.slot.address)
-
-    async def rehearse(self, run: Run, template: Template, commands: Sequence[Command] = COMMANDS) -> None:
-        """Have a guest that nobody owns yet run what its copies, or its owner, will run first. It may be unable to."""
-        assert run.slot is not None
-        try:
-            await rehearse(run.slot.address, ENVD_PORT, template.user, commands)
-        except GuestError as error:
-            log.warning("template.not_rehearsed", template=template.id, error=error.message)
-
-    async def warm_up(self, run: Run, template: Template, source: Checkpoint) -> None:
-        """Have the guest of `source`, which was loaded, do once what it will be asked for first, then freeze it again:
-        under emulation the first time is the slow one. Raises an InfrastructureError."""
-        assert run.vm is not None
-        await run.vm.thaw()
-        await self.wait_ready(run)
-        if template.source is None:  # in a copy of somebody's sandbox nothing runs that its owner has not asked for
-            await self.rehearse(run, template, COMMANDS[:1])
-        await self.hold(run, source.manifest.guest)
-        await run.vm.freeze()
 
     async def set_egress(self, run: Run, egress: EgressPolicy) -> None:
         """Replace the egress policy of a run. Raises NetworkError, BadRequest."""
@@ -211,64 +157,19 @@ class Launcher:
                 "or raise orchestrator.create_deadline"
             ) from None
 
-    async def greet(self, run: Run, record: Record, guest: str | None) -> None:
-        """Let the guest go on, if it does not run yet, and give it its identity. `guest` is the sandbox whose token its
-        daemon wants, if it has one. Raises an InfrastructureError."""
-        assert run.slot is not None
-        assert run.vm is not None
-        init = GuestInit(
-            sandbox_id=record.id,
-            template_id=record.template.id,
-            generation=record.generation,
-            hostname=record.id,
-            access_token=self._tokens.envd(record.id) if record.spec.secure else None,
-            env_vars={**record.template.env, **record.spec.env_vars},
-            default_user=record.template.user,
-            default_workdir=record.template.workdir,
-        )
-        deadline = self._settings.orchestrator.boot_deadline
-        if run.vm.frozen:
-            with run.timed("greet"):
-                try:
-                    async with asyncio.timeout(deadline):
-                        if await self._unless_ended(run, run.vm.greet(init.message())):
-                            return
-                except TimeoutError:
-                    raise DeadlineExceeded(f"the guest did not take its name within {deadline:g} s") from None
-        with run.timed("init"):
-            await self._unless_ended(run, self._guest.greet(run.slot.address, init, self.token(guest), deadline))
-
-    async def hold(self, run: Run, guest: str | None) -> None:
-        """Have the daemon of a guest that is about to be captured wait for the name it will go on under. One that is
-        slow to do so is captured all the same. `guest`: as for `greet`. Raises VmmError."""
-        assert run.slot is not None
-        assert run.vm is not None
-        address, token = run.slot.address, self.token(guest)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(HOLD_DEADLINE):
-                await run.vm.hold(lambda: self._guest.send_for(address, token))
-
-    async def tell_time(self, run: Run, record: Record) -> None:
-        """Set the clock of its guest. Raises GuestError, DeadlineExceeded."""
-        assert run.slot is not None
-        token = self.token(record.id if record.spec.secure else None)
-        await self._guest.tell_time(run.slot.address, token, CLOCK_DEADLINE)
-
-    def token(self, guest: str | None) -> str | None:
-        """What the daemon of this sandbox's guest wants to be told, if anything."""
-        return None if guest is None else self._tokens.envd(guest)
-
     async def _boot(self, run: Run, template: Template, disk: Disk, *, zero_freed: bool) -> None:
         with run.timed("vmm"):
             spec = self._vm_spec(run, template, disk, None)
             run.vm = await self._vmm.boot(replace(spec, zero_freed=zero_freed))
-        await self.wait_ready(run)
+        await self.greeter.wait_ready(run)
 
     async def can_restore(self, wanted: Requirements) -> bool:
         """Whether a guest saved with these requirements is what would be saved here now, kernel included."""
         return wanted == requirements(await self._vmm.info(), self._bundle.digest, wanted.vcpus)
 
-    async def _check(self, wanted: Requirements) -> None:
+    async def _check(self, source: Checkpoint) -> None:
+        assert source.manifest.memory is not None
+        wanted = source.manifest.memory.requires
         here = requirements(await self._vmm.info(), wanted.kernel, wanted.vcpus)
         for what in ("driver", "version", "accel", "cpu"):
             needs, has = getattr(wanted, what), getattr(here, what)
@@ -277,46 +178,6 @@ class Launcher:
                     f"the saved memory needs the VMM's {what} to be {needs!r}, this node has {has!r}: resume it with "
                     "memory: false, which boots from its disk, or on a node like the one it was saved on"
                 )
-
-    async def _wait_ready(self, run: Run, vm: Vm, address: str) -> None:
-        """Return when the guest's daemon answers; say in the error how far the guest came."""
-        answer = self._guest.wait_ready(address, self._settings.orchestrator.boot_deadline)
-        try:
-            await self._unless_ended(run, answer)
-        except DeadlineExceeded as error:
-            console = b""
-            with suppress(InfrastructureError):
-                console = await vm.console()
-            said = last_words(console, CONSOLE_LINES) or "its console says nothing"
-            raise DeadlineExceeded(f"{error.message}; {said}") from error
-
-    async def ended(self, run: Run) -> VmmExited | DiskLost:
-        """Return when the guest cannot go on, with the event that says why."""
-        assert run.vm is not None
-        exiting = asyncio.ensure_future(run.vm.wait())
-        losing = asyncio.ensure_future(self._images.lost(run.directory))
-        try:
-            await asyncio.wait((exiting, losing), return_when=asyncio.FIRST_COMPLETED)
-            if exiting.done():
-                return VmmExited(exiting.result().detail)
-            return DiskLost(losing.result())
-        except ImageError as error:
-            return DiskLost(error.message)
-        finally:
-            await _cancelled(exiting, losing)
-
-    async def _unless_ended(self, run: Run, work: Awaitable[T]) -> T:
-        """The outcome of `work`, but raise VmmError as soon as the guest cannot go on."""
-        working = asyncio.ensure_future(work)
-        ending = asyncio.ensure_future(self.ended(run))
-        try:
-            await asyncio.wait((working, ending), return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
-                what = "VMM" if isinstance(ending.result(), VmmExited) else "disk"
-                raise VmmError(f"the {what} ended before the guest was ready: {ending.result().detail}")
-            return await working
-        finally:
-            await _cancelled(working, ending)
 
     def run_of(self, record: Record) -> Run:
         """The run a previous server began, to be adopted. Raises VmmError."""
@@ -355,12 +216,12 @@ class Launcher:
             doomed = run.directory if owner is not None and theirs == self.directory(owner) else theirs
             await to_its_end(remove_folder, doomed)
 
-    async def _make_disk(self, run: Run, egress: EgressPolicy, source: Checkpoint, *, memory: bool) -> Disk:
+    async def _make_disk(self, run: Run, egress: EgressPolicy, source: Checkpoint, image: Image | None) -> Disk:
         """A slot, and the disk of `source` for the user that goes with it."""
         with run.timed("slot"):
             run.slot = await self._network.acquire(egress)
         with run.timed("disk"):
-            await _on_disk(run, run.make_folder, lambda: run.begin_with(source, memory=memory))
+            await _on_disk(run, run.make_folder, lambda: run.begin_with(source, image))
             stack = Stack(layers=tuple(run.disk), size=run.disk_size)
             return await self._images.attach(stack, run.directory, self._uid(run.slot))
 
@@ -388,6 +249,19 @@ class Launcher:
             memory=memory,
             ahead=run.name.endswith(AHEAD),
         )
+
+
+def image_for(source: Checkpoint, *, alone: bool) -> Image | None:
+    """The memory image over which a VMM best goes on from `source`, if that has memory. `alone`: few others do so; what
+    the guest changed is then written over the image it was mapping, unless it is much."""
+    memory = source.manifest.memory
+    if memory is None or source.memory is None:
+        return None
+    if alone and memory.base is not None:
+        changed = source.memory.layers[memory.base.layers :]
+        if sum(layer.stat().st_size for layer in changed) <= MOST_CHANGED:
+            return memory.base
+    return memory.image
 
 
 def place(sandboxes_dir: Path, run: str) -> Path:
@@ -418,9 +292,3 @@ def remove_folder(folder: Path) -> None:
         shutil.rmtree(folder, onerror=failed)
     except OSError as error:
         raise InfrastructureError(f"cannot remove {folder}: {error}") from error
-
-
-async def _cancelled(*tasks: "asyncio.Future[Any]") -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

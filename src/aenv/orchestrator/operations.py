@@ -21,13 +21,14 @@ from aenv.network.protocol import EgressPolicy
 from aenv.orchestrator.capture import Capturer, going_on
 from aenv.orchestrator.chains import shorten
 from aenv.orchestrator.host import host_boot_id
-from aenv.orchestrator.launcher import Launcher, remove_folder
+from aenv.orchestrator.launcher import Launcher, image_for, remove_folder
 from aenv.orchestrator.record import Record, Rest
 from aenv.orchestrator.run import Run
 from aenv.orchestrator.runner import Job, Runner
-from aenv.orchestrator.standby import Standby, Waiting, for_creates, for_resumes, for_rollbacks
+from aenv.orchestrator.standby import Standby, Waiting, kind_of
 from aenv.snapshots import making
-from aenv.snapshots.checkpoint import Checkpoint, read
+from aenv.snapshots.checkpoint import Checkpoint, Image, read
+from aenv.templates.models import Template
 from aenv.threads import to_its_end
 
 log = structlog.get_logger(__name__)
@@ -66,14 +67,16 @@ class Operations:
         async def job(runner: Runner) -> Event:
             run = None
             if waiting is not None:
-                assert waiting.want.source is not None, "it was made for a template"
-                if (run := await self._claim(runner, runner.record, waiting.want.source, waiting)) is not None:
-                    self._standby.used(waiting.want)
+                source = waiting.source
+                assert source is not None, "it was made for a template"
+                image = image_for(source, alone=False)
+                if image is not None and (run := await self._claim(runner, runner.record, source, image, waiting)):
+                    self._created(runner.record.template, run, source)
             if run is None:
                 run = self._launcher.new_run(runner.record.id, runner.record.launches)
                 try:
                     guest = await self._start_template(runner, run)
-                    await self._launcher.greet(run, runner.record, guest)
+                    await self._launcher.greeter.greet(run, runner.record, guest)
                 except BaseException:
                     runner.let_go(run)
                     raise
@@ -86,7 +89,8 @@ class Operations:
         """A first launch, from the checkpoint of another sandbox."""
 
         async def job(runner: Runner) -> Event:
-            runner.go_on(await self._start(runner, runner.record, source))
+            image = image_for(source, alone=False)
+            runner.go_on(await self._start(runner, runner.record, source, image))
             return Launched()
 
         return job
@@ -119,11 +123,7 @@ class Operations:
             folder = self._launcher.directory(record.id) / record.rest.folder
             source = await asyncio.to_thread(read, folder)
             fresh = _launched_again(runner)
-            waiting, wanted = None, for_resumes(record.template, source)
-            if memory and source.manifest.memory is not None:
-                waiting = self._standby.take(wanted.key)
-                self._standby.used(wanted)
-            run = await self._start(runner, fresh, source, boot=not memory, waiting=waiting)
+            run = await self._go_on(runner, fresh, source, image_for(source, alone=True) if memory else None)
             runner.record = replace(
                 runner.record,
                 generation=fresh.generation,
@@ -177,11 +177,7 @@ class Operations:
             assert before.vm is not None
             try:
                 await before.vm.freeze()
-                waiting, wanted = None, for_rollbacks(record.template, source)
-                if source.manifest.memory is not None:
-                    waiting = self._standby.take(wanted.key)
-                    self._standby.used(wanted)
-                run = await self._start(runner, fresh, source, waiting=waiting)
+                run = await self._go_on(runner, fresh, source, image_for(source, alone=True))
             except BaseException:
                 await going_on(before.vm)
                 runner.later(self.tell_time(runner))
@@ -193,35 +189,41 @@ class Operations:
 
         return job
 
-    async def _start(
-        self,
-        runner: Runner,
-        record: Record,
-        source: Checkpoint,
-        *,
-        boot: bool = False,
-        waiting: Waiting | None = None,
-    ) -> Run:
-        """A new run of `record` on `source`, greeted: `waiting` if that is of use. On an error it is released."""
-        if waiting is not None and (run := await self._claim(runner, record, source, waiting)) is not None:
-            return run
+    async def _go_on(self, runner: Runner, record: Record, source: Checkpoint, image: Image | None) -> Run:
+        """As `_start`, of a sandbox that goes on from its own past; on a VMM that was prepared, if there is one."""
+        if image is None:
+            return await self._start(runner, record, source, None)
+        kind = kind_of(record.template, source, image)
+        waiting = self._standby.take(kind)
+        run = await self._claim(runner, record, source, image, waiting) if waiting is not None else None
+        run = run or await self._start(runner, record, source, image)
+        assert source.manifest.memory is not None
+        if record.rest is None or image.id != source.manifest.memory.id:  # what it was paused as is never used again
+            self._standby.used(kind, record.template, run)
+        return run
+
+    async def _start(self, runner: Runner, record: Record, source: Checkpoint, image: Image | None) -> Run:
+        """A new run of `record` on `source`, greeted; booted if there is no `image`. On an error it is released."""
         run = self._launcher.new_run(record.id, record.launches)
         try:
-            await self._launcher.start(run, record.template, record.spec.egress, source, boot=boot)
-            booted = boot or source.manifest.memory is None
-            await self._launcher.greet(run, record, None if booted else source.manifest.guest)
+            await self._launcher.start(run, record.template, record.spec.egress, source, image=image)
+            await self._launcher.greeter.greet(run, record, None if image is None else source.manifest.guest)
         except BaseException:
             runner.let_go(run)
             raise
         return run
 
-    async def _claim(self, runner: Runner, record: Record, source: Checkpoint, waiting: Waiting) -> Run | None:
+    async def _claim(
+        self, runner: Runner, record: Record, source: Checkpoint, image: Image, waiting: Waiting
+    ) -> Run | None:
         """Make what was made ahead this sandbox's; None if it turns out to be of no use."""
         run = waiting.run
         run.timings.clear()
         try:
-            await self._launcher.fit(run, record.spec.egress, source)
-            await self._launcher.greet(run, record, source.manifest.guest)
+            await self._launcher.claim(run, record.spec.egress)
+            if not waiting.ready:
+                await self._launcher.fit(run, source, image)
+            await self._launcher.greeter.greet(run, record, source.manifest.guest)
         except (VmmError, ImageError) as error:
             log.warning("standby.of_no_use", run=run.name, error=error.message)
             runner.let_go(run)
@@ -230,6 +232,11 @@ class Operations:
             runner.let_go(run)
             raise
         return run
+
+    def _created(self, template: Template, run: Run, source: Checkpoint) -> None:
+        """A sandbox was created on `source`, the checkpoint of its template."""
+        if source.manifest.memory is not None:
+            self._standby.used(kind_of(template, source, source.manifest.memory.image), template, run, source)
 
     async def _start_template(self, runner: Runner, run: Run) -> str | None:
         """Start on the template's checkpoint; the first create here has it baked, the others wait for that.
@@ -244,11 +251,10 @@ class Operations:
                 if (source := await self._baked(template.id, any_kernel=False)) is None:
                     with run.timed("bake"):
                         source = await self._bake(runner)
-        await self._launcher.start(run, template, record.spec.egress, source)
-        if source.manifest.memory is None:
-            return None
-        self._standby.used(for_creates(template, source))
-        return source.manifest.guest
+        image = image_for(source, alone=False)
+        await self._launcher.start(run, template, record.spec.egress, source, image=image)
+        self._created(template, run, source)
+        return None if image is None else source.manifest.guest
 
     async def _baked(self, template_id: str, *, any_kernel: bool) -> Checkpoint | None:
         """The template's checkpoint, unless it has to be made (again) by a boot here."""
@@ -265,9 +271,9 @@ class Operations:
         run = self._launcher.new_run(record.id, "bake")
         try:
             cold = await asyncio.to_thread(read, self._templates.checkpoint(template.id))
-            await self._launcher.start(run, template, EgressPolicy(), cold, boot=True, baking=True)
-            await self._launcher.rehearse(run, template)
-            await self._launcher.hold(run, None)
+            await self._launcher.start(run, template, EgressPolicy(), cold, baking=True)
+            await self._launcher.greeter.rehearse(run, template)
+            await self._launcher.greeter.hold(run, None)
             folder = run.directory / "baked"
             made = await self._capturer.full(run, template.cpu_count, folder, guest=None, thaw=False)
             await self._images.make_durable(made.files)
@@ -283,11 +289,11 @@ class Operations:
         self, record: Record, run: Run, folder: Path, *, memory: bool, thaw: bool, forced: bool = False
     ) -> Checkpoint:
         guest = record.id if record.spec.secure else None
-        token = self._launcher.token(guest)
+        token = self._launcher.greeter.token(guest)
         async with run.layers:
             await shorten(self._images, run, at_most=True)
             if memory:
-                await self._launcher.hold(run, guest)
+                await self._launcher.greeter.hold(run, guest)
                 vcpus = record.template.cpu_count
                 return await self._capturer.full(run, vcpus, folder, guest=guest, thaw=thaw)
             return await self._capturer.disk(run, folder, token=token, thaw=thaw, forced=forced)
@@ -309,7 +315,7 @@ class Operations:
         if (run := runner.run) is None:
             return
         try:
-            await self._launcher.tell_time(run, runner.record)
+            await self._launcher.greeter.tell_time(run, runner.record)
         except AenvError as error:
             if runner.run is run:
                 log.warning("sandbox.clock_not_set", run=run.name, error=error.message)

@@ -17,7 +17,7 @@ from typing import Literal
 from aenv.images.protocol import Stack
 from aenv.network.protocol import Slot
 from aenv.orchestrator.record import RunRecord
-from aenv.snapshots.checkpoint import Checkpoint, Requirements
+from aenv.snapshots.checkpoint import Checkpoint, Image, Requirements
 from aenv.vmm.protocol import Vm, VmmInfo
 
 LAYERS = "layers"
@@ -57,22 +57,23 @@ class Run:
         """Note how long a step has taken since `began` (time.perf_counter)."""
         self.timings[step] = round((time.perf_counter() - began) * 1000, 3)
 
-    @property
-    def is_blank(self) -> bool:
-        """Whether it was made ahead of knowing what it begins with."""
-        return not self.disk
-
     def make_folder(self) -> None:
         """System calls only. Raises OSError."""
         (self.directory / LAYERS).mkdir(mode=0o700, parents=True)
 
-    def begin_with(self, checkpoint: Checkpoint, *, memory: bool) -> None:
-        """Fill its folder with links to the layers of `checkpoint`. System calls only. Raises OSError."""
+    def begin_with(self, checkpoint: Checkpoint, image: Image | None) -> None:
+        """Fill its folder with links to the layers of `checkpoint`: of its disk, and if its VMM is to map `image` of
+        its memory too. System calls only. Raises OSError."""
         self.disk, self.disk_size = self._linked("disk", checkpoint.disk), checkpoint.disk.size
-        if memory and (stack := checkpoint.memory) is not None and checkpoint.manifest.memory is not None:
+        if image is not None and (stack := checkpoint.memory) is not None and checkpoint.manifest.memory is not None:
             self.memory = self._linked("memory", stack)
-            self.mapped, self.image = len(self.memory), self.image or checkpoint.manifest.memory.id
+            self.mapped, self.image = image.layers, image.id
             self.kernel = checkpoint.manifest.memory.requires.kernel
+
+    @property
+    def mapping(self) -> Image | None:
+        """The memory image that its VMM maps."""
+        return None if self.image is None else Image(self.image, self.mapped)
 
     def _linked(self, kind: Literal["disk", "memory"], stack: Stack) -> list[Path]:
         links = [self.directory / LAYERS / f"{kind}-{n:03}.lsmt" for n in range(len(stack.layers))]

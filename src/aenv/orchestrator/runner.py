@@ -313,7 +313,7 @@ class Runner:
         done.set_exception(error)
 
     async def _watch_run(self, run: Run) -> None:
-        event: VmmExited | DiskLost = await self._launcher.ended(run)
+        event: VmmExited | DiskLost = await self._launcher.greeter.ended(run)
         if run is self.run:
             self.post(event)
 

@@ -167,7 +167,7 @@ class Orchestrator:
     async def create(self, spec: CreateSpec, *, idempotency_key: str | None = None) -> Sandbox:
         self._check_open()
         template = self._templates.resolve(spec.template)
-        waiting = self._standby.take(template.id)
+        waiting = self._standby.take_for(template)
         sandbox_id = waiting.id if waiting else _new_id()
         try:
             if idempotency_key is not None:

@@ -1,8 +1,8 @@
 """What is made ahead of its use, so that a create, a resume or a rollback finds most of its work done.
 
-*Ready*: a template's guest, restored, warmed up and frozen; a create only tells it who it is. *Prepared*: a VMM that
-waits for the state of a checkpoint that is used again and again: a template's, or a snapshot that sandboxes go back to.
-*Blank*: a VMM that waits for any sandbox of its size to be resumed. None of them costs CPU time while it waits.
+*Prepared*: a VMM over a memory image that many go on from, a template's above all, with a disk that has no content yet:
+it waits for any guest of that image. *Ready*: a template's guest, restored, warmed up and frozen again; a create only
+tells it who it is. Neither uses CPU time while it waits.
 
 They belong to nobody yet: no row names them, so the start after a kill sweeps them like any other leftover.
 """
@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 import structlog
 
 from aenv.config import StandbySettings
-from aenv.network.protocol import EgressPolicy
+from aenv.images.protocol import Stack
 from aenv.orchestrator.launcher import AHEAD, Launcher
 from aenv.orchestrator.run import Run
-from aenv.snapshots.checkpoint import Checkpoint
+from aenv.snapshots.checkpoint import Checkpoint, Image
 from aenv.templates.models import Template
 
 log = structlog.get_logger(__name__)
@@ -31,46 +31,34 @@ IDLE = 600.0
 """Seconds without a use after which nothing more is provided."""
 BACK_OFF = (1.0, 2.0, 5.0, 15.0, 60.0)
 """Seconds to wait after failures in a row."""
-MAX_SNAPSHOTS = 4
-"""Snapshots for which VMMs are prepared: those that were last gone back to."""
+MAX_OTHERS = 4
+"""Memory images that are no template's for which VMMs are prepared: those that were used last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Want:
-    """What is wanted ahead: VMMs of a template's size, for the guest of `source` if that is known. `ready`: the guest
-    may be restored already. What has the same `key` serves the same purpose."""
+class Kind:
+    """VMMs of one kind can stand in for each other. `disk_size` in bytes."""
 
-    key: str
-    template: Template
+    image: str
+    vcpus: int
+    memory_mb: int
     disk_size: int
-    source: Checkpoint | None = None
-    ready: bool = False
 
 
-def for_creates(template: Template, source: Checkpoint) -> Want:
-    """`source` is the checkpoint of this template."""
+def kind_of(template: Template, source: Checkpoint, image: Image) -> Kind:
+    """Of what goes on from `source`, a checkpoint of a sandbox of `template`, over the memory image `image`."""
     size = source.manifest.disk_size
-    return Want(key=template.id, template=template, disk_size=size, source=source, ready=True)
-
-
-def for_rollbacks(template: Template, source: Checkpoint) -> Want:
-    """To `source`, of a sandbox of this template."""
-    return Want(key=source.manifest.id, template=template, disk_size=source.manifest.disk_size, source=source)
-
-
-def for_resumes(template: Template, source: Checkpoint) -> Want:
-    """Of any sandbox that is as large as that of `source`."""
-    size = source.manifest.disk_size
-    return Want(key=f"{template.cpu_count}/{template.memory_mb}/{size}", template=template, disk_size=size)
+    return Kind(image=image.id, vcpus=template.cpu_count, memory_mb=template.memory_mb, disk_size=size)
 
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """One VMM that waits, as that of the sandbox `id` it may become."""
+    """One VMM that waits, as that of the sandbox `id` it may become. `ready`: it holds the guest of `source`."""
 
     id: str
     run: Run
-    want: Want
+    source: Checkpoint | None
+    ready: bool = False
     watch: "asyncio.Task[None] | None" = None
 
     def unwatched(self) -> "Waiting":
@@ -83,11 +71,17 @@ class Waiting:
 
 @dataclass(slots=True)
 class _Stock:
-    """What there is of one kind, and how much it is wanted. `uses` are times, the newest last."""
+    """What there is of one kind, and how much it is wanted. `stack` is what the image is made of, `source` the
+    checkpoint of `template`, if the image is that one's. `creates` and `uses` (creates too) are times, the newest last.
+    """
 
-    want: Want
+    kind: Kind
+    template: Template
+    stack: Stack
+    source: Checkpoint | None = None
     ready: deque[Waiting] = field(default_factory=deque)
     prepared: deque[Waiting] = field(default_factory=deque)
+    creates: deque[float] = field(default_factory=deque)
     uses: deque[float] = field(default_factory=deque)
     failures: int = 0
     not_before: float = 0.0
@@ -109,7 +103,7 @@ class Standby:
         self._launcher = launcher
         self._new_id = new_id
         self._quiet = quiet
-        self._stocks: dict[str, _Stock] = {}
+        self._stocks: dict[Kind, _Stock] = {}
         self._wanted = asyncio.Event()
         self._tasks = asyncio.TaskGroup()
         self._making: asyncio.Task[None] | None = None
@@ -118,7 +112,7 @@ class Standby:
     async def __aenter__(self) -> "Standby":
         await self._tasks.__aenter__()
         self._open = True
-        if self._settings.ready or self._settings.prepared or self._settings.blank:
+        if self._settings.ready or self._settings.prepared:
             self._making = self._tasks.create_task(self._make(), name="standby")
         return self
 
@@ -133,43 +127,57 @@ class Standby:
         if self._making is not None:
             self._making.cancel()
             await asyncio.gather(self._making, return_exceptions=True)
-        for key in list(self._stocks):
-            self._close(key)
+        for kind in list(self._stocks):
+            self._close(kind)
         await self._tasks.__aexit__(None, None, None)
 
-    def take(self, key: str) -> Waiting | None:
-        """The readiest there is of a kind; it is the caller's now."""
-        stock = self._stocks.get(key)
-        if stock is None:
-            return None
-        for kept in (stock.ready, stock.prepared):
-            if kept:
-                return kept.popleft().unwatched()
+    def take(self, kind: Kind) -> Waiting | None:
+        """A VMM of this kind; it is the caller's now."""
+        stock = self._stocks.get(kind)
+        return stock.prepared.popleft().unwatched() if stock is not None and stock.prepared else None
+
+    def take_for(self, template: Template) -> Waiting | None:
+        """The readiest there is for a create; it is the caller's now."""
+        for stock in self._stocks.values():
+            if stock.source is not None and stock.template.id == template.id:
+                for kept in (stock.ready, stock.prepared):
+                    if kept:
+                        waiting = kept.popleft().unwatched()
+                        waiting.source = stock.source
+                        return waiting
         return None
 
     def give_back(self, waiting: Waiting) -> None:
         """It was not needed after all."""
         self._drop(waiting)
 
-    def used(self, want: Want) -> None:
-        """Somebody wanted that, whether or not it was there."""
+    def used(self, kind: Kind, template: Template, run: Run, source: Checkpoint | None = None) -> None:
+        """Somebody wanted a VMM of this kind, whether or not there was one, and got `run`. A create gives `source`, the
+        checkpoint of its template."""
         if self._making is None:
             return
-        stock = self._stocks.get(want.key)
-        if stock is not None and stock.want.source != want.source:
-            self._close(want.key)
-            stock = None
+        stock = self._stocks.get(kind)
         if stock is None:
-            stock = self._stocks[want.key] = _Stock(want)
-            self._forget_snapshots()
-        stock.uses.append(time.monotonic())
+            stack = Stack(layers=tuple(run.memory[: run.mapped]), size=kind.memory_mb << 20)
+            stock = self._stocks[kind] = _Stock(kind, template, stack)
+        now = time.monotonic()
+        stock.uses.append(now)
+        if source is not None:
+            stock.creates.append(now)
+            stock.template, stock.source = template, source
+        self._forget(template, stock)
         self._wanted.set()
 
-    def _forget_snapshots(self) -> None:
-        snapshots = [stock for stock in self._stocks.values() if stock.want.source is not None and not stock.want.ready]
-        snapshots.sort(key=lambda stock: stock.uses[-1] if stock.uses else time.monotonic())
-        for stock in snapshots[:-MAX_SNAPSHOTS]:
-            self._close(stock.want.key)
+    def _forget(self, template: Template, but: _Stock) -> None:
+        """Give up what is for an earlier checkpoint of a template, and for images that were used long ago."""
+        others = [stock for stock in self._stocks.values() if stock is not but]
+        for stock in others:
+            if stock.source is not None and but.source is not None and stock.template.id == template.id:
+                self._close(stock.kind)
+        others = [stock for stock in others if stock.source is None]
+        others.sort(key=lambda stock: stock.uses[-1])
+        for stock in others[:-MAX_OTHERS]:
+            self._close(stock.kind)
 
     async def _make(self) -> None:
         """Make what is wanted, one at a time, while no launch waits; drop what is not wanted any more."""
@@ -177,7 +185,7 @@ class Standby:
             self._wanted.clear()
             pause = IDLE
             for stock in list(self._stocks.values()):
-                if self._stocks.get(stock.want.key) is stock:
+                if self._stocks.get(stock.kind) is stock:
                     pause = min(pause, await self._tend(stock))
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause):
@@ -186,65 +194,60 @@ class Standby:
     async def _tend(self, stock: _Stock) -> float:
         """Make at most one VMM of a stock, or drop some; return the seconds until it has to be looked at again."""
         now = time.monotonic()
-        while len(stock.uses) > 1 and stock.uses[0] < now - RECENT:
-            stock.uses.popleft()
         if stock.uses[-1] < now - IDLE:
-            self._close(stock.want.key)
+            self._close(stock.kind)
             return IDLE
         if now < stock.not_before:
             return stock.not_before - now
-        demand = len(stock.uses)
-        most_ready = self._settings.ready if stock.want.ready else 0
-        most_prepared = self._settings.blank if stock.want.source is None else self._settings.prepared
-        want_ready = len(stock.ready) < min(demand, most_ready) and self._memory_left(stock.want.template)
-        if not want_ready and len(stock.prepared) >= min(demand, most_prepared):
+        want_ready = len(stock.ready) < min(_recent(stock.creates, now), self._settings.ready)
+        want_ready = want_ready and self._memory_left(stock.template)
+        if not want_ready and len(stock.prepared) >= min(_recent(stock.uses, now), self._settings.prepared):
             return stock.uses[-1] + IDLE - now
         await self._quiet()
         try:
             if want_ready:
                 self._keep(stock, stock.ready, await self._ready(stock))
             else:
-                self._keep(stock, stock.prepared, await self._prepared(stock.want))
+                self._keep(stock, stock.prepared, await self._prepared(stock))
             stock.failures = 0
         except Exception as error:
             back_off = BACK_OFF[min(stock.failures, len(BACK_OFF) - 1)]
             stock.failures += 1
             stock.not_before = time.monotonic() + back_off
-            log.warning("standby.failed", what=stock.want.key, error=repr(error), again_in=back_off)
+            log.warning("standby.failed", image=stock.kind.image, error=repr(error), again_in=back_off)
         return 0.0
 
     def _memory_left(self, template: Template) -> bool:
-        taken = sum(len(stock.ready) * stock.want.template.memory_mb for stock in self._stocks.values())
+        taken = sum(len(stock.ready) * stock.kind.memory_mb for stock in self._stocks.values())
         return taken + template.memory_mb <= self._settings.memory_mb
 
-    async def _prepared(self, want: Want) -> Waiting:
-        sandbox_id = self._new_id()
+    async def _prepared(self, stock: _Stock) -> Waiting:
+        sandbox_id, kind = self._new_id(), stock.kind
         run = self._launcher.new_run(sandbox_id, AHEAD[1:])
+        image = Image(kind.image, len(stock.stack.layers))
         try:
-            if want.source is None:
-                await self._launcher.prepare_blank(run, want.template, want.disk_size)
-            else:
-                await self._launcher.prepare(run, want.template, EgressPolicy(), want.source)
+            await self._launcher.prepare(run, stock.template, kind.disk_size, image, stock.stack)
         except BaseException:
             self._tasks.create_task(self._release(run), name=f"release {run.name}")
             raise
-        return Waiting(sandbox_id, run, want)
+        return Waiting(sandbox_id, run, stock.source)
 
     async def _ready(self, stock: _Stock) -> Waiting:
-        waiting = stock.prepared.popleft().unwatched() if stock.prepared else await self._prepared(stock.want)
-        source = stock.want.source
-        assert source is not None, "what is ready is a guest of something"
+        waiting = stock.prepared.popleft().unwatched() if stock.prepared else await self._prepared(stock)
+        source = stock.source
+        assert source is not None, "there was a create"
+        assert source.manifest.memory is not None, "it is over a memory image"
         try:
-            await self._launcher.go_on(waiting.run, source)
-            await self._launcher.warm_up(waiting.run, stock.want.template, source)
+            await self._launcher.fit(waiting.run, source, source.manifest.memory.image)
+            await self._launcher.greeter.warm_up(waiting.run, stock.template, source)
         except BaseException:
             self._drop(waiting)
             raise
-        return waiting
+        return Waiting(waiting.id, waiting.run, source, ready=True)
 
     def _keep(self, stock: _Stock, where: deque[Waiting], waiting: Waiting) -> None:
         """Have it wait in a stock, if that is still wanted."""
-        if self._stocks.get(stock.want.key) is not stock:
+        if self._stocks.get(stock.kind) is not stock:
             self._drop(waiting)
             return
         where.append(waiting)
@@ -252,16 +255,16 @@ class Standby:
 
     async def _ended(self, where: deque[Waiting], waiting: Waiting) -> None:
         """Take one that died out of the stock."""
-        event = await self._launcher.ended(waiting.run)
+        event = await self._launcher.greeter.ended(waiting.run)
         log.warning("standby.died", run=waiting.run.name, detail=event.detail)
         with suppress(ValueError):
             where.remove(waiting)
         self._tasks.create_task(self._release(waiting.run), name=f"release {waiting.run.name}")
         self._wanted.set()
 
-    def _close(self, key: str) -> None:
+    def _close(self, kind: Kind) -> None:
         """Provide nothing more of a kind."""
-        stock = self._stocks.pop(key)
+        stock = self._stocks.pop(kind)
         for waiting in (*stock.ready, *stock.prepared):
             self._drop(waiting)
 
@@ -274,3 +277,10 @@ class Standby:
             await self._launcher.release(run, None)
         except Exception as error:
             log.warning("standby.not_released", run=run.name, error=repr(error))
+
+
+def _recent(times: deque[float], now: float) -> int:
+    """How many there were lately; the last one counts however long ago it was."""
+    while len(times) > 1 and times[0] < now - RECENT:
+        times.popleft()
+    return len(times)

@@ -46,14 +46,29 @@ class Requirements:
     vcpus: int
 
 
+@dataclass(frozen=True, slots=True)
+class Image:
+    """The memory image `id`, of which others may have some: the lowest `layers` of a checkpoint's memory."""
+
+    id: str
+    layers: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """`id` names the content: checkpoints with the same one have the same memory. `size` in bytes."""
+    """`id` names the content: checkpoints with the same one have the same memory. `size` in bytes. `base` is the image
+    that the guest was mapping when it was captured."""
 
     id: str
     size: int
     layers: int
     requires: Requirements
+    base: Image | None = None
+
+    @property
+    def image(self) -> Image:
+        """All of it as an image of its own."""
+        return Image(self.id, self.layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,11 +189,13 @@ def _parse(value: Any) -> Manifest:
 
 
 def _parse_memory(value: Any) -> Memory:
-    requires = _typed(value, "requires", dict)
+    requires, base = _typed(value, "requires", dict), value.get("base")
+    count = _number(value, "layers", MAX_LAYERS)
     return Memory(
         id=_text(value, "id"),
         size=_number(value, "size", MAX_SIZE),
-        layers=_number(value, "layers", MAX_LAYERS),
+        layers=count,
+        base=None if base is None else Image(_text(base, "id"), _number(base, "layers", count)),
         requires=Requirements(
             **{name: _text(requires, name) for name in ("driver", "version", "accel", "cpu", "kernel")},
             vcpus=_number(requires, "vcpus", 1 << 16),

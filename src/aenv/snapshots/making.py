@@ -22,6 +22,7 @@ from aenv.snapshots.checkpoint import (
     MAX_STATE,
     STATE,
     Checkpoint,
+    Image,
     Manifest,
     Memory,
     Requirements,
@@ -37,10 +38,11 @@ def of_layers(
     memory: Stack | None = None,
     state: bytes = b"",
     requires: Requirements | None = None,
+    base: Image | None = None,
     guest: str | None = None,
 ) -> Checkpoint:
     """A checkpoint in `folder`, which is made, of links to these layers. `memory`, `state` (the VMM's) and `requires`
-    are given together, or none of them.
+    are given together, or none of them. `base`: see `Memory`.
 
     Raises Conflict if there is a checkpoint already, ImageError, InsufficientStorage.
     """
@@ -48,7 +50,7 @@ def of_layers(
     if memory is not None and requires is not None:
         if not 0 < len(state) <= MAX_STATE:
             raise ImageError(f"{len(state)} bytes of device state are no state: 1 to {MAX_STATE} are")
-        kept = Memory(id=uuid.uuid4().hex, size=memory.size, layers=len(memory.layers), requires=requires)
+        kept = Memory(id=uuid.uuid4().hex, size=memory.size, layers=len(memory.layers), requires=requires, base=base)
     elif memory is not None or requires is not None or state:
         raise ImageError(f"the checkpoint {folder} needs memory, state and requirements, or none of them")
     manifest = Manifest(
