@@ -21,7 +21,7 @@ from aenv.images.capturing import StagedCapture
 from aenv.images.client import BlockdClient, layers_of
 from aenv.images.daemon import Places
 from aenv.images.process import Process, identify
-from aenv.images.protocol import Disk, GuestMemory, ImageStore, MemoryRange, Stack
+from aenv.images.protocol import Captured, Disk, GuestMemory, ImageStore, MemoryRange, Stack
 from aenv.images.store import find_blockd, import_layer, make_store
 
 MIB = 1 << 20
@@ -390,9 +390,7 @@ async def test_a_captured_guest_is_an_image_again_and_its_pages_are_shared(lab: 
         first.write(MIB, b"dirty")
         assert first.frame(written) != second.frame(written)
         output = lab.settings.home / "captured.lsmt"
-        capture = await lab.store.begin_capture(first.memory, lab.base, 1, output, write_later=False)
-        await capture.copy()
-        found = await capture.finish()
+        found = await take(lab.store, first.memory, lab.base, 1, output)
         assert (found.dirty_pages, found.data_pages) == (1, 1)
     captured = Stack(layers=(*lab.base.layers, output), size=SIZE)
     wanted = bytearray(FRESH)
@@ -411,18 +409,18 @@ async def test_memory_is_restored_over_its_image_and_no_one_elses(lab: Lab) -> N
     with guest(image) as first:
         first.write(0, b"f" * 2 * PAGE)
         first.write(MIB, b"first")
-        await lab.store.capture(first.memory, lab.base, 1, home / "1.lsmt")
+        await take(lab.store, first.memory, lab.base, 1, home / "1.lsmt")
         base = Stack(layers=(*lab.base.layers, home / "1.lsmt"), size=SIZE)
         first.write(0, wanted[: 2 * PAGE])  # zeros over what the image and the first layer hold
         first.write(MIB, b"second")
-        await lab.store.capture(first.memory, base, 1, home / "2.lsmt")
+        await take(lab.store, first.memory, base, 1, home / "2.lsmt")
     layers = [home / "1.lsmt", home / "2.lsmt"]
     with guest(image) as second, guest(image) as other:
         await lab.store.restore(second.memory, layers)
         assert second.read() == wanted
         assert image.read_bytes() == other.read() == FRESH
         # It is the guest's own from then on: a capture finds it.
-        found = await lab.store.capture(second.memory, lab.base, 1, home / "again.lsmt")
+        found = await take(lab.store, second.memory, lab.base, 1, home / "again.lsmt")
         assert (found.dirty_pages, found.data_pages, found.zero_pages) == (3, 2, 1)
     await lab.store.close_memory("x", "ia")
 
@@ -433,7 +431,7 @@ async def test_what_cannot_be_restored_is_told(lab: Lab) -> None:
     with guest(image) as vmm:
         vmm.write(MIB, b"text")
         layer = home / "layer.lsmt"
-        await lab.store.capture(vmm.memory, lab.base, 1, layer)
+        await take(lab.store, vmm.memory, lab.base, 1, layer)
         damaged = home / "damaged.lsmt"
         damaged.write_bytes(layer.read_bytes()[:-PAGE])
         for memory, layers, why in (
@@ -723,6 +721,13 @@ for line in sys.stdin:
         with Path(f"/proc/{self.process.pid}/pagemap").open("rb", buffering=0) as pagemap:
             entry = os.pread(pagemap.fileno(), 8, (self.address // PAGE + page) * 8)
         return int.from_bytes(entry, sys.byteorder) & ((1 << 55) - 1)
+
+
+async def take(store: ImageStore, memory: GuestMemory, base: Stack, mapped: int, output: Path) -> Captured:
+    """All of a capture, of a guest that stands still."""
+    capture = await store.begin_capture(memory, base, mapped, output, write_later=False)
+    await capture.copy()
+    return await capture.finish()
 
 
 @contextmanager
