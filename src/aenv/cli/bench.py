@@ -13,7 +13,7 @@ app = typer.Typer()
 
 @app.command()
 def bench(
-    scenario: Annotated[str, typer.Argument(help="boot, proxy, all (both), states, storage.")] = "all",
+    scenario: Annotated[str, typer.Argument(help="boot, proxy, all (both), states, storage, storage-cold.")] = "all",
     n: Annotated[int, typer.Option("--n", "-n", min=3, help="Repetitions of each measurement.")] = 20,
 ) -> None:
     """Measure latency and throughput; prints Markdown tables with n, p50, p95, p99 and the hardware."""

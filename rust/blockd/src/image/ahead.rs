@@ -15,7 +15,7 @@ const STREAMS: usize = 4;
 const LEAST: u64 = 128 << 10;
 /// Most bytes read ahead. Where the reader does not jump the kernel reads ahead by itself, on fast disks 8 MiB of each
 /// layer, and of all layers at about the same time: what a jump needs waits behind that, so it must be asked for earlier.
-const MOST: u64 = 32 << 20;
+const MOST: u64 = 16 << 20;
 /// Most bytes between two reads of one sequence, as reads in flight together arrive in any order.
 const NEAR: u64 = 2 << 20;
 /// Ranges that may wait for the thread. More than a few means that the disk is behind, and further ones are forgotten.
@@ -70,8 +70,8 @@ impl ReadAhead {
 
 type Job = (Weak<Attached>, Range<u64>);
 
-/// The thread of all images, there from the first use on: finding room in the page cache and waiting for a place in the disk's
-/// queue takes as long as reading what is there, and the reader would wait for it.
+/// The thread of all images, there from the first use on. To find room in the page cache and a place in the disk's queue takes
+/// longer than to read what is there, and the reader would wait for it.
 static THREAD: LazyLock<Option<SyncSender<Job>>> = LazyLock::new(|| {
     let (jobs, queue) = sync_channel(QUEUE);
     match std::thread::Builder::new().name("ahead".into()).stack_size(STACK).spawn(move || work(&queue)) {
