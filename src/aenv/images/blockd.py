@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from dataclasses import asdict
 from pathlib import Path
 
 from aenv.errors import AenvError, ImageError, NotFound
