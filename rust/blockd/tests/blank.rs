@@ -4,7 +4,7 @@
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::Barrier;
+use std::sync::{Arc, Barrier};
 
 use blockd::image::{
     compact_run, import, prefetch, seal, Attached, CompactRun, FilesOnly, LayerSpec, Layers, Manner, Output, Owner,
@@ -66,7 +66,7 @@ impl Lab {
 #[test]
 fn a_blank_disk_reads_as_zeroes_and_takes_no_writes() {
     let lab = Lab::new();
-    let disk = lab.disk();
+    let disk = Arc::new(lab.disk());
     let mut buf = CONTENT;
     assert_eq!((disk.size(), disk.is_blank(), disk.is_writable()), (SIZE, true, true));
     assert_eq!(disk.read(&mut buf, SIZE - 4096), Ok(4096));
