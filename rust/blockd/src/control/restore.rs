@@ -1,4 +1,4 @@
-//! The operation on the memory of a process that is not a capture.
+//! Writing layers into the memory of a process.
 
 use serde_json::{json, Value};
 
