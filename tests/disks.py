@@ -50,7 +50,7 @@ def fsck_running(home: Path, vmms: dict[str, int]) -> None:
     """Check the file systems of running sandboxes; `vmms` has their VMMs' pids. Without a data plane there are none."""
     if Places.of_home(home).socket.exists():
         for image in ask(home, lambda client: client.list()):
-            if image["image"] in vmms:
+            if image["image"] in vmms and not image["blank"]:  # a blank one has no file system yet
                 _fsck(home, image["image"], vmms[image["image"]])
 
 

@@ -28,7 +28,7 @@ _LAST_WORDS = 3
 """Lines."""
 _HEAD_START = 2.0
 """Seconds for which a guest that has just begun to run competes with the server on equal terms: somebody waits for it.
-After that it comes second, so that busy guests never starve the server."""
+After that, and as soon as it has been greeted, it comes second, so that busy guests never starve the server."""
 
 Phase = Literal["waiting", "frozen", "running", "unsure"]
 _PHASES: dict[str, Phase] = {"inmigrate": "waiting", "paused": "frozen", "running": "running"}
@@ -134,7 +134,10 @@ class QemuVm:
         self._expect("frozen", to="be greeted")
         told = await self._put(message)
         await self._go_on()
-        return told is not None and await told.answered()
+        done = told is not None and await told.answered()
+        if done:  # those that are still to be greeted come first
+            self._process.give_way(SECOND)
+        return done
 
     async def save(self) -> bytes:
         self._expect("frozen", to="save")
