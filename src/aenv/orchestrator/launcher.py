@@ -110,6 +110,7 @@ class Launcher:
             run.image = image.id
             memory = await self._images.open_memory(image.id, stack, run.name)
             run.vm = await self._vmm.prepare(self._vm_spec(run, template, disk, memory))
+            await run.vm.memory()  # it remembers, so that nobody has to wait for the answer later
 
     async def fit(self, run: Run, source: Checkpoint, image: Image) -> None:
         """Make a run that was prepared for the memory image `image` hold the guest of `source`, as `start` does. Raises
