@@ -471,75 +471,25 @@ async def test_a_blank_disk_is_bound_and_then_like_any_other(lab: Lab, tmp_path:
     assert list(folder.iterdir()) == []
 
 
-async def test_blank_memory_is_bound_and_then_like_any_other(lab: Lab) -> None:
-    blank = await lab.store.open_blank_memory("x", SIZE, "ia")
-    found = blank.stat()
-    assert (found.st_size, found.st_mode & 0o777) == (SIZE, 0o444)
-    with pytest.raises(OSError, match="Input/output error"):
-        blank.read_bytes()
-    with pytest.raises(ImageError, match="is blank, and for its own user alone"):
-        await lab.store.open_memory("x", lab.base, "ib")
-    with guest(blank) as vmm:  # mapped before, touched after
-        await lab.store.bind_memory("x", lab.base)
-        vmm.touch()
-    assert await lab.store.open_memory("x", lab.base, "ib") == blank
-    assert blank.read_bytes() == FRESH
-    with pytest.raises(ImageError, match="has its layers already"):
-        await lab.store.bind_memory("x", lab.base)
-    for user in ("ia", "ib"):
-        await lab.store.close_memory("x", user)
-    assert blank.stat().st_ino == found.st_ino  # kept, as any that may be wanted again
-    store = await lab.restarted(memory=["x"])
-    assert await store.open_memory("x", lab.base, "ic") == blank
-    await store.close_memory("x", "ic")
-
-
-async def test_blank_memory_has_a_name_of_its_own(lab: Lab) -> None:
-    used = await lab.store.open_memory("x", lab.base, "ia")
-    with pytest.raises(ImageError, match="a name of its own"):
-        await lab.store.open_blank_memory("x", SIZE, "ia")
-    assert used.read_bytes() == FRESH
-    with pytest.raises(ImageError, match="not open"):
-        await lab.store.bind_memory("never", lab.base)
-    await lab.store.close_memory("x", "ia")
-
-
-async def test_bound_memory_is_given_up_with_its_layers(lab: Lab) -> None:
-    stack = await lab.layer(b"other" * 4096)
-    path = await lab.store.open_blank_memory("x", stack.size, "ia")
-    await lab.store.bind_memory("x", stack)
-    stack.layers[0].unlink()
-    await lab.store.close_memory("x", "ia")
-    await until(lambda: not path.exists())
-
-
 async def test_what_stays_blank_is_given_up(lab: Lab) -> None:
     folders = [lab.folder(name) for name in ("ia", "ib")]
     disks = [await lab.store.attach_blank(SIZE, folder, UID) for folder in folders]
-    memory = [await lab.store.open_blank_memory(name, SIZE, "ia") for name in "xyz"]
     await lab.store.detach(folders[0])
     assert list(folders[0].iterdir()) == []
-    await lab.store.close_memory("x", "ib")  # not its user
-    assert memory[0].exists()
-    for name in "xy":
-        await lab.store.close_memory(name, "ia")
-    await until(lambda: not memory[0].exists() and not memory[1].exists())
     with pytest.raises(ImageError, match="no disk is attached"):
         await lab.store.bind(lab.base, folders[0])
     # By the next server also where a row names it.
-    store = await lab.restarted(*folders, memory=["z"])
+    store = await lab.restarted(*folders)
     assert not disks[1].path.exists()
-    assert not memory[2].exists()
     with pytest.raises(ImageError, match="gone"):
         await store.open(folders[1])
     await store.detach(folders[1])
 
 
-async def test_layers_that_do_not_do_leave_an_image_blank(lab: Lab, tmp_path: Path) -> None:
+async def test_layers_that_do_not_do_leave_a_disk_blank(lab: Lab, tmp_path: Path) -> None:
     folder, damaged = lab.folder("ia"), tmp_path / "damaged.lsmt"
     damaged.write_bytes(lab.base.layers[0].read_bytes()[:-100])
     disk = await lab.store.attach_blank(SIZE, folder, UID)
-    path = await lab.store.open_blank_memory("x", SIZE, "ia")
     wrong = [
         (Stack(layers=(tmp_path / "none.lsmt",), size=SIZE), r"none\.lsmt"),
         (Stack(layers=(damaged,), size=SIZE), r"damaged\.lsmt"),
@@ -548,56 +498,37 @@ async def test_layers_that_do_not_do_leave_an_image_blank(lab: Lab, tmp_path: Pa
     for stack, why in wrong:
         with pytest.raises(ImageError, match=why):
             await lab.store.bind(stack, folder)
-        with pytest.raises(ImageError, match=why):
-            await lab.store.bind_memory("x", stack)
-    await asyncio.gather(lab.store.bind(lab.base, folder), lab.store.bind_memory("x", lab.base))
+    await lab.store.bind(lab.base, folder)
     assert await content(disk, tmp_path) == FRESH
-    assert path.read_bytes() == FRESH
     await lab.store.detach(folder)
-    await lab.store.close_memory("x", "ia")
 
 
-async def test_cancelled_calls_for_blank_images_leave_nothing(lab: Lab) -> None:
-    folder, path = lab.folder("ia"), lab.settings.home / "run" / "images" / "m-x"
+async def test_cancelled_calls_for_blank_disks_leave_nothing(lab: Lab) -> None:
+    folder = lab.folder("ia")
     for delay in (0, 0.0005, 0.001, 0.002):
-        opening = asyncio.create_task(lab.store.open_blank_memory("x", SIZE, "ia"))
         attaching = asyncio.create_task(lab.store.attach_blank(SIZE, folder, UID))
         await asyncio.sleep(delay)
-        for task in (opening, attaching):
-            task.cancel()
-        done = await asyncio.gather(opening, attaching, return_exceptions=True)
-        if not isinstance(done[0], BaseException):
-            await lab.store.close_memory("x", "ia")
-        await until(lambda: not path.exists())
+        attaching.cancel()
+        await asyncio.gather(attaching, return_exceptions=True)
         await lab.store.detach(folder)
     await lab.store.attach_blank(SIZE, folder, UID)
-    assert await lab.store.open_blank_memory("x", SIZE, "ia") == path
-    binding = asyncio.gather(lab.store.bind(lab.base, folder), lab.store.bind_memory("x", lab.base))
+    binding = asyncio.create_task(lab.store.bind(lab.base, folder))
     await asyncio.sleep(0)
     binding.cancel()
     with pytest.raises(asyncio.CancelledError):
         await binding
     await lab.store.detach(folder)
-    await lab.store.close_memory("x", "ia")
     assert list(folder.iterdir()) == []
 
 
-async def test_a_dead_daemon_takes_blank_images_with_it(lab: Lab) -> None:
+async def test_a_dead_daemon_takes_blank_disks_with_it(lab: Lab) -> None:
     folder = lab.folder("ia")
     await lab.store.attach_blank(SIZE, folder, UID)
-    await lab.store.open_blank_memory("x", SIZE, "ia")
     losing = asyncio.create_task(lab.store.lost(folder))
     os.kill(int(json.loads(Places.of_home(lab.settings.home).pid_file.read_text())["pid"]), signal.SIGKILL)
     assert "was killed by signal 9" in await losing
     with pytest.raises(ImageError):
         await lab.store.bind(lab.base, folder)
-    with pytest.raises(ImageError):
-        await lab.store.bind_memory("x", lab.base)
-    again = await lab.store.open_blank_memory("x", SIZE, "ib")
-    await lab.store.close_memory("x", "ia")  # who used the lost one
-    await lab.store.bind_memory("x", lab.base)
-    assert again.read_bytes() == FRESH
-    await lab.store.close_memory("x", "ib")
     await lab.store.detach(folder)
     assert list(folder.iterdir()) == []
 

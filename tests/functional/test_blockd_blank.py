@@ -1,4 +1,4 @@
-"""Images of the real data plane daemon that are attached blank and get their layers later."""
+"""Disks of the real data plane daemon that are attached blank and get their layers later."""
 
 import errno
 import mmap
@@ -7,7 +7,6 @@ import random
 import socket
 import stat
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -54,10 +53,6 @@ def blank_disk(blockd: Blockd, mode: str = "log", **options: Any) -> Path:
     reply = blockd.call("attach", image="disk", layers=[], upper=upper(blockd, mode), size=SIZE, blank=True, **options)
     assert (reply["size"], reply["layers"], reply["extents"], reply["target"]) == (SIZE, 0, 0, "fuse")
     return Path(reply["path"])
-
-
-def blank_memory(blockd: Blockd) -> Path:
-    return Path(blockd.call("attach", image="memory", layers=[], size=SIZE, blank=True, shared=True)["path"])
 
 
 def stack(blockd: Blockd, count: int = 4) -> tuple[list[dict[str, str]], bytes]:
@@ -141,95 +136,23 @@ def test_what_was_mapped_of_a_blank_disk_is_not_remembered(blockd: Blockd) -> No
         assert mapped[:] == want
 
 
-def test_memory_is_not_read_before_it_is_bound(blockd: Blockd) -> None:
-    layers, want = stack(blockd)
-    path = blank_memory(blockd)
-    about = path.stat()
-    assert (stat.S_IMODE(about.st_mode), about.st_size) == (0o444, SIZE)
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        for at in (0, MIB, SIZE - PAGE):
-            fails(errno.EIO, lambda at=at: os.pread(fd, PAGE, at))  # type: ignore[misc]
-        fails(errno.EROFS, lambda: os.open(path, os.O_RDWR))
-        blockd.call("bind", image="memory", layers=layers)
-        assert os.pread(fd, SIZE + 1, 0) == want
-    finally:
-        os.close(fd)
-    assert path.stat() == about
-    assert read(path) == want
-    assert blockd.call("stat", image="memory")["counters"]["errors"] > 0
-    blockd.call("detach", image="memory")
-    assert not path.exists()
-
-
-_VMM = """
-import mmap, os, signal, sys
-file = os.open(sys.argv[1], os.O_RDONLY)
-memory = mmap.mmap(file, 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
-os.close(file)
-print("mapped", flush=True)
-for line in sys.stdin:
-    if line == "early\\n":
-        if os.fork() == 0:
-            memory[4096]
-        print(os.WTERMSIG(os.wait()[1]) == signal.SIGBUS, flush=True)
-    else:
-        memory[4096:8192] = b"w" * 4096
-        sys.stdout.buffer.write(memory[:])
-        sys.stdout.flush()
-        break
-"""
-
-
-@pytest.mark.parametrize("early", [False, True])
-def test_memory_that_was_mapped_blank_shows_what_it_was_bound_to(blockd: Blockd, early: bool) -> None:
-    """As a VMM that was started ahead maps it. One that touches it too early is told so, and spoils nothing."""
-    layers, want = stack(blockd)
-    path = blank_memory(blockd)
-    vmm = subprocess.Popen([sys.executable, "-c", _VMM, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert vmm.stdin is not None
-    assert vmm.stdout is not None
-    try:
-        assert vmm.stdout.readline() == b"mapped\n"
-        if early:
-            vmm.stdin.write(b"early\n")
-            vmm.stdin.flush()
-            assert vmm.stdout.readline() == b"True\n"
-        blockd.call("bind", image="memory", layers=layers)
-        found, _ = vmm.communicate(b"go\n", timeout=60)
-    finally:
-        vmm.kill()
-        vmm.wait()
-    assert found == want[:PAGE] + b"w" * PAGE + want[2 * PAGE :]
-    assert read(path) == want
-
-
 def test_layers_that_do_not_do_leave_it_blank(blockd: Blockd, tmp_path: Path) -> None:
     layers, want = stack(blockd)
-    disk, memory = blank_disk(blockd), blank_memory(blockd)
-    damaged, small, large = (
-        tmp_path / "damaged",
-        blockd.layer("small", bytes(MIB)),
-        blockd.layer("large", bytes(2 * SIZE)),
-    )
+    disk = blank_disk(blockd)
+    damaged, large = tmp_path / "damaged", blockd.layer("large", bytes(2 * SIZE))
     damaged.write_bytes(Path(layers[0]["path"]).read_bytes()[:-100])
     missing = {"path": str(tmp_path / "missing")}
     wrong: list[list[dict[str, str]]] = [[missing], [{"path": str(damaged)}], [*layers[:3], missing], [large]]
     wrong += [[layers[0], layers[2]], [{"path": "relative"}]]
-    for image in ("disk", "memory"):
-        for stacked in wrong:
-            with refused("invalid"):
-                blockd.call("bind", image=image, layers=stacked)
+    for stacked in wrong:
         with refused("invalid"):
-            blockd.call("bind", image=image, layers=layers, size=2 * SIZE)
-        assert blockd.call("stat", image=image)["blank"]
-    for stacked in ([], [small]):  # on a disk these would do
-        with refused("invalid"):
-            blockd.call("bind", image="memory", layers=stacked)
+            blockd.call("bind", image="disk", layers=stacked)
+    with refused("invalid"):
+        blockd.call("bind", image="disk", layers=layers, size=2 * SIZE)
+    assert blockd.call("stat", image="disk")["blank"]
     assert list((tmp_path / "upper").iterdir()) == []
-    for image, path in (("disk", disk), ("memory", memory)):
-        blockd.call("bind", image=image, layers=layers)
-        assert read(path) == want
+    blockd.call("bind", image="disk", layers=layers)
+    assert read(disk) == want
 
 
 def test_what_cannot_be_done_with_or_without_layers(blockd: Blockd, tmp_path: Path) -> None:
@@ -244,20 +167,24 @@ def test_what_cannot_be_done_with_or_without_layers(blockd: Blockd, tmp_path: Pa
     for op, args in orders:
         with pytest.raises(Refused, match="image disk is blank"):
             blockd.call(op, image="disk", **args)
+    other = {"upper": {"dir": str(tmp_path / "other")}}
     for args in (
-        {"layers": [base], "size": SIZE},
-        {"layers": []},
-        {"layers": [], "size": 0},
-        {"layers": [], "size": 1000},
-        {"layers": [], "size": (1 << 64) - 512},
-        {"layers": [], "size": SIZE, "shared": True, "upper": {"dir": str(tmp_path / "other")}},
+        {"layers": [base], "size": SIZE, **other},
+        {"layers": [], **other},
+        {"layers": [], "size": 0, **other},
+        {"layers": [], "size": 1000, **other},
+        {"layers": [], "size": (1 << 64) - 512, **other},
+        {"layers": [], "size": SIZE, "shared": True, **other},
+        {"layers": [], "size": SIZE},
+        {"layers": [], "size": SIZE, "shared": True},
     ):
         with refused("invalid"):
             blockd.call("attach", image="other", blank=True, **args)
+    assert not (tmp_path / "other").exists()
     with refused("busy"):
         blockd.call("attach", image="other", blank=True, layers=[], size=SIZE, upper=upper(blockd))
     with refused("exists"):
-        blockd.call("attach", image="disk", blank=True, layers=[], size=SIZE)
+        blockd.call("attach", image="disk", blank=True, layers=[], size=SIZE, **other)
     with refused("not_found"):
         blockd.call("bind", image="other", layers=[base])
     blockd.call("attach", image="other", layers=[base])
@@ -269,20 +196,18 @@ def test_what_cannot_be_done_with_or_without_layers(blockd: Blockd, tmp_path: Pa
 
 
 @pytest.mark.parametrize("discard", [False, True])
-def test_a_blank_image_is_detached(blockd: Blockd, tmp_path: Path, discard: bool) -> None:
+def test_a_blank_disk_is_detached(blockd: Blockd, tmp_path: Path, discard: bool) -> None:
     base = blockd.layer("base", CONTENT)
-    disk, memory = blank_disk(blockd), blank_memory(blockd)
+    disk = blank_disk(blockd)
     blockd.call("detach", image="disk", discard_upper=discard)
-    blockd.call("detach", image="memory")
     assert not disk.exists()
-    assert not memory.exists()
     assert (tmp_path / "upper").exists() is not discard
     # Its directory and its name are free again.
     blank_disk(blockd)
     blockd.call("bind", image="disk", layers=[base])
     write(disk, 0, b"new")
     blockd.call("detach", image="disk")
-    # A blank image over what is there goes on with it, and discards it like any other.
+    # A blank disk over what is there goes on with it, and discards it like any other.
     blank_disk(blockd)
     blockd.call("bind", image="disk", layers=[base])
     assert read(disk, 0, 4) == b"new" + CONTENT[3:4]
@@ -292,10 +217,9 @@ def test_a_blank_image_is_detached(blockd: Blockd, tmp_path: Path, discard: bool
     assert not (tmp_path / "upper").exists()
 
 
-def test_a_killed_daemon_leaves_no_blank_image(blockd: Blockd, tmp_path: Path) -> None:
+def test_a_killed_daemon_leaves_no_blank_disk(blockd: Blockd, tmp_path: Path) -> None:
     layers, want = stack(blockd)
     disk = blank_disk(blockd)
-    blank_memory(blockd)
     blockd.kill()
     blockd.start()
     assert blockd.call("list")["images"] == []
@@ -358,14 +282,16 @@ def test_binding_to_an_origin_that_stalls_holds_up_nobody_else(blockd: Blockd) -
         silent.bind(("127.0.0.1", 0))
         silent.listen(1)
         stalled = {"url": f"http://127.0.0.1:{silent.getsockname()[1]}/layer", "size": 1 << 30}
-        memory, waiting = blank_memory(blockd), blockd.connect()
-        waiting.send("bind", image="memory", layers=[stalled])
+        other = {"dir": str(blockd.root / "other")}
+        path = blockd.call("attach", image="other", layers=[], upper=other, size=SIZE, blank=True)["path"]
+        waiting = blockd.connect()
+        waiting.send("bind", image="other", layers=[stalled])
         silent.accept()[0].close()  # it tries again
         disk = blank_disk(blockd)
         blockd.call("bind", image="disk", layers=layers)
         assert read(disk) == want
         # Nor who has better layers for the same image.
-        assert blockd.call("stat", image="memory")["blank"]
-        blockd.call("bind", image="memory", layers=layers)
-        assert read(memory) == want
+        assert blockd.call("stat", image="other")["blank"]
+        blockd.call("bind", image="other", layers=layers)
+        assert read(Path(path)) == want
         waiting.close()

@@ -130,15 +130,15 @@ async def test_attach_says_all_it_was_told(daemon: Daemon, client: BlockdClient)
     }
 
 
-async def test_a_blank_image_is_attached_without_layers_and_bound_to_them(daemon: Daemon, client: BlockdClient) -> None:
+async def test_a_blank_disk_is_attached_without_layers_and_bound_to_them(daemon: Daemon, client: BlockdClient) -> None:
     daemon.handle = answering(path="/m/i", target="fuse", size=4096, layers=0, extents=0)
-    await client.attach("i", [], size=4096, shared=True, blank=True)
+    await client.attach("i", [], upper=Path("/s/u"), size=4096, blank=True)
     daemon.handle = answering(path="/m/i", target="fuse", size=4096, layers=1, extents=3)
     bound = await client.bind("i", [Layer(path=Path("/l/a"))], size=4096)
     assert bound == Attached(path=Path("/m/i"), target="fuse", size=4096, layers=1, extents=3)
     assert daemon.requests == [
         {"id": 1, "op": "attach", "image": "i", "layers": [], "size": 4096, "target": "auto"}
-        | {"shared": True, "blank": True},
+        | {"upper": {"dir": "/s/u", "mode": "log"}, "blank": True},
         {"id": 2, "op": "bind", "image": "i", "layers": [{"path": "/l/a"}], "size": 4096},
     ]
 

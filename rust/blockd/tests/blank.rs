@@ -1,4 +1,4 @@
-//! Images that are attached blank: what they are before, while and after they are bound to their layers.
+//! Disks that are attached blank: what they are before, while and after they are bound to their layers.
 
 #![allow(clippy::unwrap_used, reason = "a test")]
 
@@ -37,25 +37,16 @@ impl Lab {
         UpperDir::lock(&UpperSpec { dir: self.dir.path().join("upper"), mode: UpperMode::Log }).unwrap()
     }
 
-    fn memory(&self) -> Attached {
-        Attached::blank("memory", 2, SIZE, None, Manner { owner: Owner::default(), shared: true, record: true })
+    fn disk(&self, size: u64) -> Attached {
+        let manner = Manner { owner: Owner::default(), shared: false, record: true };
+        Attached::blank("disk", 2, size, Some(self.upper()), manner)
     }
 
-    fn disk(&self) -> Attached {
-        let manner = Manner { owner: Owner::default(), shared: false, record: false };
-        Attached::blank("disk", 2, SIZE, Some(self.upper()), manner)
-    }
-
-    /// What a binding gives an image.
-    fn content(&self, image: &Attached) -> Image {
+    /// What a binding gives a disk.
+    fn content(&self, disk: &Attached) -> Image {
         let stack = self.layers.stack(&self.specs).unwrap();
-        match &mut *image.upper() {
-            None => Image::read_only(stack),
-            Some(dir) => {
-                let upper = dir.open(&stack, Some(SIZE)).unwrap();
-                Image::writable(stack, upper.into()).unwrap()
-            }
-        }
+        let upper = disk.upper().as_mut().unwrap().open(&stack, Some(SIZE)).unwrap();
+        Image::writable(stack, upper.into()).unwrap()
     }
 
     fn path(&self, name: &str) -> std::path::PathBuf {
@@ -66,7 +57,7 @@ impl Lab {
 #[test]
 fn a_blank_disk_reads_as_zeroes_and_takes_no_writes() {
     let lab = Lab::new();
-    let disk = Arc::new(lab.disk());
+    let disk = Arc::new(lab.disk(SIZE));
     let mut buf = CONTENT;
     assert_eq!((disk.size(), disk.is_blank(), disk.is_writable()), (SIZE, true, true));
     assert_eq!(disk.read(&mut buf, SIZE - 4096), Ok(4096));
@@ -88,24 +79,12 @@ fn a_blank_disk_reads_as_zeroes_and_takes_no_writes() {
 }
 
 #[test]
-fn blank_memory_cannot_be_read() {
-    let lab = Lab::new();
-    let memory = lab.memory();
-    let mut buf = [0; 4096];
-    assert_eq!((memory.read(&mut buf, 0), memory.read(&mut buf, SIZE)), (Err(Errno::IO), Err(Errno::IO)));
-    assert_eq!(memory.recorder().unwrap().working_set().chunks(), 0, "nothing was read");
-    memory.bind(lab.content(&memory), &lab.specs).unwrap();
-    assert_eq!((memory.read(&mut buf, 0), buf), (Ok(4096), CONTENT));
-    assert_eq!(memory.recorder().unwrap().working_set().chunks(), 1);
-}
-
-#[test]
 fn what_needs_layers_says_so() {
     let lab = Lab::new();
-    let disk = lab.disk();
+    let disk = lab.disk(SIZE);
     let output = |name: &str| lab.path(name);
     let run = |path: &Path| compact_run(&disk, &CompactRun { run: 0..1, path, output: Output::default() }, &lab.layers);
-    let set = lab.memory().recorder().unwrap().working_set();
+    let set = disk.recorder().unwrap().working_set();
     set.save(&output("set")).unwrap();
     let errors = [
         seal(&disk, &output("sealed"), &lab.layers).err(),
@@ -123,50 +102,49 @@ fn what_needs_layers_says_so() {
 #[test]
 fn content_of_another_size_is_refused() {
     let lab = Lab::new();
-    let manner = Manner { owner: Owner::default(), shared: true, record: false };
-    let memory = Attached::blank("memory", 2, 2 * SIZE, None, manner);
-    let error = memory.bind(lab.content(&memory), &lab.specs).unwrap_err();
+    let disk = lab.disk(2 * SIZE);
+    let error = disk.bind(lab.content(&disk), &lab.specs).unwrap_err();
     assert_eq!(error.code, Code::Invalid);
-    assert!(memory.is_blank());
+    assert!(disk.is_blank());
 }
 
 #[test]
 fn of_many_who_bind_one_wins_and_readers_see_before_or_after() {
     let lab = Lab::new();
-    for memory in [lab.memory(), lab.disk()] {
-        let content: Vec<Image> = (0..4).map(|_| lab.content(&memory)).collect();
-        let (start, done) = (Barrier::new(content.len() + 2), AtomicBool::new(false));
-        let results = std::thread::scope(|scope| {
-            for _ in 0..2 {
-                scope.spawn(|| {
-                    let (mut buf, mut bound) = ([0; 4096], false);
-                    start.wait();
-                    while !bound || !done.load(Ordering::Acquire) {
-                        let before = memory.is_blank();
-                        match memory.read(&mut buf, 4096) {
-                            Ok(_) if buf == CONTENT => bound = true,
-                            Ok(_) => assert!(memory.is_writable() && buf == [0; 4096] && before && !bound),
-                            Err(errno) => assert!(!memory.is_writable() && errno == Errno::IO && before && !bound),
-                        }
+    let disk = lab.disk(SIZE);
+    let content: Vec<Image> = (0..4).map(|_| lab.content(&disk)).collect();
+    let (start, done) = (Barrier::new(content.len() + 2), AtomicBool::new(false));
+    let results = std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                let (mut buf, mut bound) = ([0; 4096], false);
+                start.wait();
+                while !bound || !done.load(Ordering::Acquire) {
+                    let before = disk.is_blank();
+                    disk.read(&mut buf, 4096).unwrap();
+                    if buf == CONTENT {
+                        bound = true;
+                    } else {
+                        assert!(buf == [0; 4096] && before && !bound);
                     }
-                });
-            }
-            let binding: Vec<_> = content
-                .into_iter()
-                .map(|image| {
-                    scope.spawn(|| {
-                        start.wait();
-                        memory.bind(image, &lab.specs)
-                    })
+                }
+            });
+        }
+        let binding: Vec<_> = content
+            .into_iter()
+            .map(|image| {
+                scope.spawn(|| {
+                    start.wait();
+                    disk.bind(image, &lab.specs)
                 })
-                .collect();
-            let results: Vec<_> = binding.into_iter().map(|thread| thread.join().unwrap()).collect();
-            done.store(true, Ordering::Release);
-            results
-        });
-        assert_eq!(results.iter().filter(|result| result.is_ok()).count(), 1);
-        assert!(results.iter().filter_map(|result| result.as_ref().err()).all(|error| error.code == Code::Exists));
-    }
+            })
+            .collect();
+        let results: Vec<_> = binding.into_iter().map(|thread| thread.join().unwrap()).collect();
+        done.store(true, Ordering::Release);
+        results
+    });
+    assert_eq!(results.iter().filter(|result| result.is_ok()).count(), 1);
+    assert!(results.iter().filter_map(|result| result.as_ref().err()).all(|error| error.code == Code::Exists));
 }
 
 #[test]

@@ -105,12 +105,6 @@ class BlockImages:
     async def open_memory(self, name: str, stack: Stack, user: str) -> Path:
         return await self._memory.open(name, stack, user)
 
-    async def open_blank_memory(self, name: str, size: int, user: str) -> Path:
-        return await self._memory.open_blank(name, size, user)
-
-    async def bind_memory(self, name: str, stack: Stack) -> None:
-        await self._memory.bind(name, stack)
-
     async def close_memory(self, name: str, user: str) -> None:
         self._memory.close(name, user)
 

@@ -145,7 +145,7 @@ class BlockdClient:
     ) -> Attached:
         """Serve a stack of layers, the lowest first. With `upper`, a directory of its own, it is writable, going on
         with what an earlier attachment left there. `owner` is the user (and group) who may open it; one without upper
-        may be `shared` with all. A `blank` one has a `size` and no layers: these are for `bind`."""
+        may be `shared` with all. A `blank` disk has a `size` and no layers: these are for `bind`."""
         mode = "sparse" if sparse else "log"
         answer = await self.call(
             "attach",
@@ -165,7 +165,7 @@ class BlockdClient:
     async def bind(
         self, image: str, layers: Sequence[Layer], *, size: int | None = None, deadline: float = QUICK
     ) -> Attached:
-        """Give a blank image its layers, as if it had been attached with them; `size` is what it must have.
+        """Give a blank disk its layers, as if it had been attached with them; `size` is what it must have.
         ControlError with code invalid if they do not do (it stays blank), with code exists if it is not blank."""
         answer = await self.call(
             "bind", image=image, layers=[layer.wire() for layer in layers], size=size, deadline=deadline

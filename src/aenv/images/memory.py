@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 import structlog
 
 from aenv.errors import AenvError, ImageError, NotFound
-from aenv.images.client import ControlError, carried_out, layers_of
+from aenv.images.client import ControlError, layers_of
 from aenv.images.daemon import BlockDaemon, Run
 from aenv.images.protocol import Stack
 
@@ -30,10 +30,9 @@ at a few descriptors and an index in the daemon each. Their pages are the kernel
 class _Image:
     """An image that `run` serves at `path`."""
 
-    def __init__(self, run: Run, path: Path, *, is_blank: bool = False) -> None:
+    def __init__(self, run: Run, path: Path) -> None:
         self.run = run
         self.path = path
-        self.is_blank = is_blank
         self.users: set[str] = set()
         self._top: int | None = None
 
@@ -45,9 +44,8 @@ class _Image:
 
     @property
     def is_useless(self) -> bool:
-        """Whether nobody can ask for it again: its daemon has ended, it is blank, or its top layer was deleted."""
-        deleted = self._top is not None and os.fstat(self._top).st_nlink == 0
-        return self.run.process.ended or self.is_blank or deleted
+        """Whether nobody can ask for it again: its daemon has ended, or its top layer was deleted."""
+        return self.run.process.ended or (self._top is not None and os.fstat(self._top).st_nlink == 0)
 
     def close(self) -> None:
         if self._top is not None:
@@ -79,26 +77,9 @@ class MemoryImages:
             image = self._images.get(name)
             if image is None or image.run.process.ended:
                 image = await self._attach(name, stack)
-            if image.is_blank:
-                raise ImageError(f"memory image {name} is blank, and for its own user alone until it is bound")
             image.watch(stack)
             image.users.add(user)
             return image.path
-
-    async def open_blank(self, name: str, size: int, user: str) -> Path:
-        """See `ImageStore.open_blank_memory`."""
-        opening = asyncio.ensure_future(self._open_blank(name, size, user))
-        try:
-            return await asyncio.shield(opening)
-        except asyncio.CancelledError:
-            with suppress(AenvError):
-                await asyncio.shield(opening)
-                self.close(name, user)
-            raise
-
-    async def bind(self, name: str, stack: Stack) -> None:
-        """See `ImageStore.bind_memory`."""
-        await carried_out(self._bind(name, stack))
 
     def close(self, name: str, user: str) -> None:
         """See `ImageStore.close_memory`. What is to be given up is detached in the background."""
@@ -120,31 +101,6 @@ class MemoryImages:
     def _turn(self, name: str) -> asyncio.Lock:
         """Held by who attaches or detaches it."""
         return self._turns.setdefault(name, asyncio.Lock())
-
-    async def _open_blank(self, name: str, size: int, user: str) -> Path:
-        turn = self._turn(name)
-        async with turn:
-            known = self._images.get(name)
-            if known is not None and not known.run.process.ended:
-                raise ImageError(f"there is a memory image {name} already; a blank one needs a name of its own")
-            run = await self._daemon.running()
-            attached = await run.client.attach(PREFIX + name, [], size=size, shared=True, blank=True)
-            image = self._put(name, _Image(run, attached.path, is_blank=True))
-            image.users.add(user)
-            return image.path
-
-    async def _bind(self, name: str, stack: Stack) -> None:
-        turn = self._turn(name)
-        async with turn:
-            image = self._images.get(name)
-            if image is None:
-                raise ImageError(f"memory image {name} is not open, so it cannot be bound")
-            try:
-                await image.run.client.bind(PREFIX + name, layers_of(stack), size=stack.size)
-            except NotFound as error:
-                raise ImageError(f"the blank memory image {name} is gone: {error.message}") from error
-            image.is_blank = False
-            image.watch(stack)
 
     async def _attach(self, name: str, stack: Stack) -> _Image:
         run = await self._daemon.running()

@@ -86,7 +86,7 @@ class ImageStore(Protocol):
 
     async def start(self, in_use: Iterable[Path], memory_in_use: Iterable[str]) -> None:
         """Make ready; whatever an earlier server attached, but the disks of these folders and the memory images of
-        these names, is given up, and what is blank in any case. Called once, first."""
+        these names, is given up, and blank disks in any case. Called once, first."""
         ...
 
     async def attach(self, stack: Stack, directory: Path, uid: int) -> Disk:
@@ -132,21 +132,8 @@ class ImageStore(Protocol):
         `user` and every other one has closed it. What `name` stands for never changes."""
         ...
 
-    async def open_blank_memory(self, name: str, size: int, user: str) -> Path:
-        """A file of `size` bytes for the memory image `name`, whose content is not known yet: for a VMM that is started
-        ahead and maps it. Until it is bound it is `user`'s alone and cannot be read (a mapping that is touched faults).
-        Raises ImageError if there is a memory image of that name."""
-        ...
-
-    async def bind_memory(self, name: str, stack: Stack) -> None:
-        """Make the blank memory image `name` what `open_memory` would have made of `stack`; its mappings show that from
-        then on, and others may open it too. Once only. Raises ImageError if the layers or their size do not do: it is
-        blank as before."""
-        ...
-
     async def close_memory(self, name: str, user: str) -> None:
-        """`user` does not need it any more; nobody needs one that is blank then. Idempotent, also after a cancelled
-        `open_blank_memory`."""
+        """`user` does not need it any more. Idempotent."""
         ...
 
     async def begin_capture(

@@ -63,7 +63,7 @@ impl Service {
         Ok(reply)
     }
 
-    /// Gives a blank image its layers: as if it had been attached with them.
+    /// Gives a blank disk its layers: as if it had been attached with them.
     pub(super) fn bind(&self, request: &Bind) -> Result<Value, Error> {
         let image = self.table.require(&request.image)?;
         // Before the image is locked: the origin of a remote layer may take its time.
@@ -89,7 +89,7 @@ impl Service {
         Ok(reply)
     }
 
-    /// Opens the layers a blank image is to get. Without them the request makes no sense, whatever is wrong with them: other
+    /// Opens the layers a blank disk is to get. Without them the request makes no sense, whatever is wrong with them: other
     /// codes would be of the image.
     fn open_for(&self, image: &Attached, layers: &[LayerSpec]) -> Result<Arc<Stack>, Error> {
         self.layers.stack(layers).map_err(|error| match error.code {
@@ -206,19 +206,22 @@ fn assemble(name: &str, stack: Arc<Stack>, upper: Option<&mut UpperDir>, size: O
     }
 }
 
-/// The size of an image that is to be blank.
+/// The size of a disk that is to be blank.
 fn blank_size(request: &Attach) -> Result<Option<u64>, Error> {
     let what = || format!("attaching image {}", request.image);
     match request.size {
         _ if !request.blank => Ok(None),
+        _ if request.upper.is_none() => {
+            Err(Error::invalid(format!("{}: \"blank\" is for disks: it needs an upper", what())))
+        }
         _ if !request.layers.is_empty() => {
-            Err(Error::invalid(format!("{}: \"blank\" is for images without layers; they are bound later", what())))
+            Err(Error::invalid(format!("{}: \"blank\" is for disks without layers; they are bound later", what())))
         }
         Some(size) if size > 0 && size % SECTOR == 0 && size <= MAX_VIRTUAL_SIZE => Ok(Some(size)),
         size => {
             let size = size.map_or_else(|| "none".to_owned(), |size| size.to_string());
             Err(Error::invalid(format!(
-                "{}: a blank image needs a size, in whole sectors of 512 bytes, not {size}",
+                "{}: a blank disk needs a size, in whole sectors of 512 bytes, not {size}",
                 what()
             )))
         }

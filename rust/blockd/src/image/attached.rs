@@ -58,8 +58,7 @@ pub struct Manner {
 
 /// An image with a name. All methods may run at once.
 ///
-/// It is blank until it is bound to its layers, once. Until then a disk reads as zeroes, which a VMM that opens it may look at,
-/// and memory cannot be read at all: the kernel caches what is read of it.
+/// It is blank until it is bound to its layers, once. Until then it reads as zeroes, which a VMM that opens it may look at.
 pub struct Attached {
     name: String,
     node: u64,
@@ -228,18 +227,16 @@ impl Attached {
     /// Reads, less than asked for at the end of the image.
     ///
     /// # Errors
-    /// `EIO`, also of memory that is blank; the log names the layer and the cause.
+    /// `EIO`; the log names the layer and the cause.
     pub fn read(&self, buf: &mut [u8], offset: u64) -> Result<usize, Errno> {
         let wanted = buf.len() as u64;
-        let failed = |error: &(dyn StdError + 'static)| self.failed("read", offset, wanted, error);
-        let len = match self.image() {
-            Ok(image) => image.read_at(buf, offset).map_err(|error| failed(&error))?,
-            Err(_) if self.writable => {
+        let len = match self.image.get() {
+            Some(image) => image.read_at(buf, offset).map_err(|error| self.failed("read", offset, wanted, &error))?,
+            None => {
                 let len = self.size.saturating_sub(offset).min(wanted) as usize;
                 buf[..len].fill(0);
                 len
             }
-            Err(blank) => return Err(failed(&blank)),
         };
         if let Some(recorder) = &self.recorder {
             recorder.note(offset, len as u64);
