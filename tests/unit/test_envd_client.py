@@ -160,7 +160,7 @@ async def test_a_guest_that_answers_late_is_told_the_time_again(client: GuestCli
     async with guest([late, DONE]) as asked:
         await client.greet(ADDRESS, INIT, "old", deadline=10)
     assert len(greetings(asked)) == 1
-    assert [list(body) for body in asked.bodies[1:]] == [["timestamp"]] * CLOCK_TRIES
+    assert [list(body) for body in asked.bodies[1:]] == [["timestamp", "toGeneration"]] * CLOCK_TRIES
     assert all(b"\r\nX-Access-Token: new\r\n" in head for head in asked.heads[1:])
     said = [datetime.fromisoformat(body["timestamp"]) for body in asked.bodies]
     assert all((after - before).total_seconds() >= late for before, after in itertools.pairwise(said))
@@ -219,9 +219,10 @@ async def test_a_guest_that_does_not_sync_is_not_waited_for(client: GuestClient)
 
 async def test_a_guest_is_told_the_time_alone(client: GuestClient) -> None:
     async with guest([DONE]) as asked:
-        await client.tell_time(ADDRESS, "t", 10)
-    assert {tuple(body) for body in asked.bodies} == {("timestamp",)}
+        await client.tell_time(ADDRESS, "g", "t", 10)
+    assert {tuple(body) for body in asked.bodies} == {("timestamp", "toGeneration")}
+    assert {body["toGeneration"] for body in asked.bodies} == {"g"}
     assert b"\r\nX-Access-Token: t\r\n" in asked.heads[0]
     async with guest(None):
         with pytest.raises(DeadlineExceeded):
-            await client.tell_time(ADDRESS, None, 0.1)
+            await client.tell_time(ADDRESS, "g", None, 0.1)

@@ -151,6 +151,22 @@ async def test_a_guest_that_is_held_but_not_frozen_goes_on_soon(
         await guest.until(HELD)
 
 
+async def test_the_time_that_was_told_to_an_earlier_generation_is_old_news(
+    bundle: GuestBundle, rootfs: Path, tmp_path: Path
+) -> None:
+    async with boot(bundle, rootfs, tmp_path) as guest, httpx.AsyncClient(base_url=guest.url, timeout=30) as client:
+
+        async def tell(**body: str) -> int:
+            """The guest's clock, in seconds, after that."""
+            assert (await client.post("/init", json=body)).status_code == 204
+            return int((await client.get("/metrics")).json()["ts"])
+
+        now, old = "2040-01-01T00:00:00Z", "2030-01-01T00:00:00Z"
+        assert (before := await tell(generation="new", timestamp=now)) >= 2_208_988_800
+        assert await tell(timestamp=old, toGeneration="earlier") >= before
+        assert await tell(timestamp=old, toGeneration="new") < before
+
+
 @dataclass
 class DebugFs:
     """Looks into the image without mounting it."""

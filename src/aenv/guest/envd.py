@@ -90,18 +90,20 @@ class GuestClient:
                     await asyncio.sleep(RETRY_INTERVAL)
                 # It has found its pages and its turn by now; what is said again is the time alone.
                 if took > CLOCK_EXCHANGE:
-                    await _tell_time(address, current_token if init.access_token is None else init.access_token)
+                    token = current_token if init.access_token is None else init.access_token
+                    await _tell_time(address, init.generation, token)
         except TimeoutError:
             raise _silent(address, deadline) from None
 
-    async def tell_time(self, address: str, token: str | None, deadline: float) -> None:
-        """Set the clock of a guest that was stopped for a while and goes on as what it was: the source of a fork.
+    async def tell_time(self, address: str, generation: str, token: str | None, deadline: float) -> None:
+        """Set the clock of a guest that was stopped for a while and goes on as what it was, of that `generation`: the
+        source of a fork. What goes on from a capture that the message was caught in heeds it no more.
 
         Raises DeadlineExceeded after `deadline` seconds, GuestError when the daemon refuses.
         """
         try:
             async with asyncio.timeout(deadline):
-                await _tell_time(address, token)
+                await _tell_time(address, generation, token)
         except TimeoutError:
             raise _silent(address, deadline) from None
 
@@ -175,11 +177,11 @@ def _now() -> str:
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
-async def _tell_time(address: str, token: str | None) -> None:
+async def _tell_time(address: str, generation: str, token: str | None) -> None:
     """Set a guest's clock by an exchange that was short, or by the shortest of some: one that took long sets it late,
     and envd lets no later one put it back."""
     for _ in range(CLOCK_TRIES):
-        took = await _init(address, lambda: {"timestamp": _now()}, token)
+        took = await _init(address, lambda: {"timestamp": _now(), "toGeneration": generation}, token)
         if took is not None and took <= CLOCK_EXCHANGE:
             return
 

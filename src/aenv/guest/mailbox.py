@@ -11,8 +11,10 @@ decides nothing but its own fate.
 import asyncio
 import os
 import struct
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from aenv.errors import VmmError
 
@@ -44,6 +46,9 @@ class Mailbox:
 
     def __init__(self, pid: int, address: int) -> None:
         self._at = address + ADDRESS
+        self._lock = threading.Lock()
+        self._users = 0
+        self._closing = False
         try:
             self._memory = os.open(f"/proc/{pid}/mem", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
@@ -85,14 +90,34 @@ class Mailbox:
         return bool(state == _DONE)
 
     def close(self) -> None:
-        """Idempotent."""
-        if self._memory >= 0:
+        """Idempotent. What a thread has begun goes on."""
+        with self._lock:
+            self._closing = True
+            self._close_unused()
+
+    def _close_unused(self) -> None:
+        if self._closing and not self._users and self._memory >= 0:
             os.close(self._memory)
             self._memory = -1
 
+    @contextmanager
+    def _open(self) -> Iterator[int]:
+        """The descriptor; it is not closed, nor its number another file's, during the block."""
+        with self._lock:
+            if self._closing:
+                raise VmmError("the guest's mailbox is gone: its VMM has ended")
+            self._users += 1
+        try:
+            yield self._memory
+        finally:
+            with self._lock:
+                self._users -= 1
+                self._close_unused()
+
     def _read(self, offset: int, size: int) -> bytes:
         try:
-            found = os.pread(self._memory, size, self._at + offset)
+            with self._open() as memory:
+                found = os.pread(memory, size, self._at + offset)
         except OSError as error:
             raise VmmError(f"the guest's mailbox cannot be read: {error}") from error
         if len(found) != size:
@@ -101,7 +126,8 @@ class Mailbox:
 
     def _write(self, offset: int, content: bytes) -> None:
         try:
-            written = os.pwrite(self._memory, content, self._at + offset)
+            with self._open() as memory:
+                written = os.pwrite(memory, content, self._at + offset)
         except OSError as error:
             raise VmmError(f"the guest's mailbox cannot be written: {error}") from error
         if written != len(content):

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import structlog
 
-from aenv.errors import AenvError, ImageError, InfrastructureError, VmmError
+from aenv.errors import AenvError, DeadlineExceeded, ImageError, InfrastructureError, VmmError
 from aenv.images.protocol import ImageStore
 from aenv.lifecycle.events import Captured, Event, Launched, Paused, Resumed, RolledBack
 from aenv.network.protocol import EgressPolicy
@@ -224,7 +224,7 @@ class Operations:
             if not waiting.ready:
                 await self._launcher.fit(run, source, image)
             await self._launcher.greeter.greet(run, record, source.manifest.guest)
-        except (VmmError, ImageError) as error:
+        except (VmmError, ImageError, DeadlineExceeded) as error:
             log.warning("standby.of_no_use", run=run.name, error=error.message)
             runner.let_go(run)
             return None

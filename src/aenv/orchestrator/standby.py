@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from aenv.config import StandbySettings
+from aenv.errors import ImageError
 from aenv.images.protocol import Stack
 from aenv.orchestrator.launcher import AHEAD, Launcher
 from aenv.orchestrator.run import Run
@@ -29,6 +30,8 @@ RECENT = 5.0
 """Seconds of demand that are provided for."""
 IDLE = 600.0
 """Seconds without a use after which nothing more is provided."""
+QUIET = 2.0
+"""Seconds for which making things ahead waits until no launch is under way."""
 BACK_OFF = (1.0, 2.0, 5.0, 15.0, 60.0)
 """Seconds to wait after failures in a row."""
 MAX_OTHERS = 4
@@ -157,9 +160,14 @@ class Standby:
         if self._making is None:
             return
         stock = self._stocks.get(kind)
+        # A run's files go with it, a template's checkpoint stays.
+        stack = Stack(layers=tuple(run.memory[: run.mapped]), size=kind.memory_mb << 20)
+        if source is not None and source.memory is not None:
+            stack = source.memory
         if stock is None:
-            stack = Stack(layers=tuple(run.memory[: run.mapped]), size=kind.memory_mb << 20)
             stock = self._stocks[kind] = _Stock(kind, template, stack)
+        if source is not None or stock.source is None:
+            stock.stack = stack
         now = time.monotonic()
         stock.uses.append(now)
         if source is not None:
@@ -203,13 +211,20 @@ class Standby:
         want_ready = want_ready and self._memory_left(stock.template)
         if not want_ready and len(stock.prepared) >= min(_recent(stock.uses, now), self._settings.prepared):
             return stock.uses[-1] + IDLE - now
-        await self._quiet()
+        with suppress(TimeoutError):  # a launch that hangs must not keep others from being prepared for
+            async with asyncio.timeout(QUIET):
+                await self._quiet()
         try:
             if want_ready:
                 self._keep(stock, stock.ready, await self._ready(stock))
             else:
                 self._keep(stock, stock.prepared, await self._prepared(stock))
             stock.failures = 0
+        except ImageError as error:
+            # Its layers have gone, with whoever they belonged to; the next use tells of others.
+            log.warning("standby.failed", image=stock.kind.image, error=error.message)
+            if self._stocks.get(stock.kind) is stock:
+                self._close(stock.kind)
         except Exception as error:
             back_off = BACK_OFF[min(stock.failures, len(BACK_OFF) - 1)]
             stock.failures += 1

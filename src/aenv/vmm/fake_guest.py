@@ -15,7 +15,7 @@ from aiohttp import web
 
 ENVD_PORT = 49983
 
-_TEXTS = ("accessToken", "defaultUser", "defaultWorkdir", "hostname", "generation", "lifecycleID", "timestamp")
+_TEXTS = ("accessToken", "defaultUser", "defaultWorkdir", "hostname", "generation", "lifecycleID", "timestamp", "toGeneration")
 
 
 class FakeGuest:
@@ -126,7 +126,7 @@ class FakeGuest:
         variables = body.get("envVars") or {}
         if not isinstance(variables, dict) or not all(isinstance(value, str) for value in variables.values()):
             return _error(400, "envVars must be an object of strings")
-        if set(body) == {"timestamp"}:
+        if set(body) == {"timestamp", "toGeneration"}:
             self.times.append(body["timestamp"])
         else:
             self.inits.append(body)

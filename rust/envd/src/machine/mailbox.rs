@@ -85,7 +85,13 @@ impl Mailbox {
     /// Waits for the host's words; `None` if none have come in time. Whoever gets some has to [`Mailbox::answer`].
     pub fn wait(&self) -> Option<Vec<u8>> {
         let since = Instant::now();
-        while self.header.state.load(Ordering::Acquire) != TOLD {
+        loop {
+            match self.header.state.load(Ordering::Acquire) {
+                TOLD => break,
+                HELD => {}
+                // Somebody in this guest, who must be root, plays with our memory.
+                _ => return None,
+            }
             if since.elapsed() > PATIENCE && self.swap(HELD, IDLE) {
                 return None;
             }
@@ -157,6 +163,11 @@ mod tests {
         mailbox.hold();
         assert_eq!(mailbox.wait(), None);
         assert_eq!(mailbox.header.state.load(Ordering::Relaxed), IDLE);
+        for nonsense in [IDLE, DONE, 7] {
+            mailbox.hold();
+            mailbox.header.state.store(nonsense, Ordering::Relaxed);
+            assert_eq!(mailbox.wait(), None);
+        }
         mailbox.header.length.store(u32::MAX, Ordering::Relaxed);
         mailbox.hold();
         assert!(mailbox.swap(HELD, TOLD));

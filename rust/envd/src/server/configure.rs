@@ -29,6 +29,8 @@ struct Configuration {
     access_token: Option<String>,
     /// The host's time, RFC 3339.
     timestamp: Option<String>,
+    /// The generation that the time was said to: one that was on its way when the guest was captured is old news to its copies.
+    to_generation: Option<String>,
     default_user: Option<String>,
     /// Empty means the user's home.
     default_workdir: Option<String>,
@@ -75,11 +77,17 @@ pub fn apply(body: &[u8], state: &State, mailbox: Option<&Mailbox>) -> Result<Re
         [] => Configuration::default(),
         body => serde_json::from_slice(body).map_err(|error| bad(format!("cannot decode the body: {error}")))?,
     };
-    let change = MachineChange::parse(&configuration).map_err(bad)?;
+    let mut change = MachineChange::parse(&configuration).map_err(bad)?;
     if let Some(machine) = &state.machine {
         let repeated = state.with_settings(|settings| {
             settings.generation.is_some() && [&None, &settings.generation].contains(&&configuration.generation)
         });
+        let meant_for_us = state.with_settings(|settings| {
+            configuration.to_generation.is_none() || configuration.to_generation == settings.generation
+        });
+        if !meant_for_us {
+            change.unix_ns = None;
+        }
         change
             .apply(machine, mailbox, repeated)
             .map_err(|message| HttpError::new(StatusCode::INTERNAL_SERVER_ERROR, message))?;
