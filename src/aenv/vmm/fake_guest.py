@@ -15,7 +15,16 @@ from aiohttp import web
 
 ENVD_PORT = 49983
 
-_TEXTS = ("accessToken", "defaultUser", "defaultWorkdir", "hostname", "generation", "lifecycleID", "timestamp", "toGeneration")
+_TEXTS = (
+    "accessToken",
+    "defaultUser",
+    "defaultWorkdir",
+    "hostname",
+    "generation",
+    "lifecycleID",
+    "timestamp",
+    "toGeneration",
+)
 
 
 class FakeGuest:
