@@ -594,7 +594,16 @@ async def test_a_client_or_daemon_that_ends_in_the_middle_of_a_capture_leaves_no
         await capture.abandon()
         assert one.process.poll() is None
     assert not output.exists()
-    assert (await lab.store.open_memory("x", lab.base, "ib")).read_bytes() == FRESH  # by the next daemon
+
+    async def served() -> bool:
+        """By the next daemon, once the end of this one has been noticed."""
+        with suppress(OSError):
+            return (await lab.store.open_memory("x", lab.base, "ib")).read_bytes() == FRESH
+        return False
+
+    async with asyncio.timeout(20):
+        while not await served():  # noqa: ASYNC110 (another process)
+            await asyncio.sleep(0.01)
     await lab.store.close_memory("x", "ib")
 
 

@@ -10,7 +10,7 @@ import pytest
 from node_harness import NOTHING, Node, needs_root, rows, running_node, until
 
 from aenv.config import StandbySettings
-from aenv.orchestrator import launcher
+from aenv.orchestrator import launcher, standby
 from aenv.orchestrator.record import RunRecord
 
 pytestmark = needs_root
@@ -215,3 +215,22 @@ async def test_much_changed_memory_is_an_image_of_its_own(prepared: Node, monkey
     run = await run_of(prepared, sandbox_id)
     assert (run.mapped, len(run.memory)) == (2, 3)
     assert await remembered(prepared, created) == "kept"
+
+
+async def test_a_launch_that_hangs_keeps_nobody_from_being_prepared_for(
+    prepared: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(standby, "QUIET", 0.1)
+    sandbox_id = (await prepared.create())["sandboxID"]
+    snapshot = (await api(prepared, sandbox_id, "snapshots", {}, status=201))["snapshotID"]
+    await until(lambda: waiting(prepared) == 2)
+    prepared.host.faults.append("freeze_hangs")
+    hanging = asyncio.create_task(
+        prepared.http.post(f"/sandboxes/{sandbox_id}/rollback", json={"snapshotID": snapshot})
+    )
+    async with asyncio.timeout(10):
+        await prepared.host.freezing.wait()
+    await prepared.create()  # takes the one that waits
+    await until(lambda: waiting(prepared) == 3)
+    hanging.cancel()
+    await asyncio.gather(hanging, return_exceptions=True)
