@@ -1,8 +1,8 @@
 """The floor: the same guest state, restored by hand.
 
 No jail, no cgroup, no API: a bare QEMU with the very arguments of the driver, over the template's memory as one raw
-file, a tap, and a disk that is there already. Spawn, load the device state, continue, ask the guest's daemon. A process
-of its own (this file as a script), whose network namespace, with the tap, goes with it.
+file, a tap, and a disk that is there already. Spawn, load the device state, tell the guest its name, continue. A
+process of its own (this file as a script), whose network namespace, with the tap, goes with it.
 """
 
 import asyncio
@@ -25,8 +25,7 @@ from pyroute2 import IPRoute
 
 from aenv.cli.errors import CliError
 from aenv.config import Settings
-from aenv.guest.envd import ENVD_PORT, GuestInit
-from aenv.guest.exchange import request
+from aenv.guest.envd import GuestInit
 from aenv.guest.mailbox import Mailbox
 from aenv.guest.provision import load_bundle
 from aenv.images.client import layers_of
@@ -42,8 +41,6 @@ from aenv.vmm.launch import find_program
 from aenv.vmm.protocol import VmSpec
 from aenv.vmm.qemu_command import JailPath, command
 
-CALLS = ("health", "greet")
-"""What the guest is asked first: whether it lives, over its network; or what our create tells it, by its mailbox."""
 _CLONE_NEWNET = 0x40000000
 _DEADLINE = 60.0
 _CONTROL = "floor.sock"
@@ -56,11 +53,12 @@ class Floor:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
 
-    async def restore(self, call: str) -> dict[str, float]:
-        """Once more: milliseconds from the spawn to ``running`` virtual CPUs and to the ``answer`` to `call`."""
+    async def restore(self) -> dict[str, float]:
+        """Once more: milliseconds from the spawn to ``running`` virtual CPUs, and until the guest has ``greet``ed back:
+        taken the name that it is told by its mailbox, as our create does."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(f"{call}\n".encode())
+        self._process.stdin.write(b"\n")
         line = await asyncio.wait_for(self._process.stdout.readline(), _DEADLINE)
         if not line:
             raise CliError("the floor's process ended; its last words are above")
@@ -134,8 +132,8 @@ def _command(settings: Settings, checkpoint: Checkpoint, memory_mb: int, memory:
 def _serve(argv: list[str], state: str) -> None:
     """Restore once for each line of standard input, until that ends."""
     _enter_network()
-    for line in sys.stdin:
-        print(json.dumps(_restore(argv, state, line.strip())), flush=True)  # noqa: T201
+    for _ in sys.stdin:
+        print(json.dumps(_restore(argv, state)), flush=True)  # noqa: T201
 
 
 def _enter_network() -> None:
@@ -151,7 +149,7 @@ def _enter_network() -> None:
         links.neigh("add", dst=GUEST_ADDRESS, lladdr=GUEST_MAC, ifindex=tap, state="permanent")
 
 
-def _restore(argv: list[str], state: str, call: str) -> dict[str, float]:
+def _restore(argv: list[str], state: str) -> dict[str, float]:
     began = time.perf_counter()
     with contextlib.suppress(FileNotFoundError):
         os.unlink(_CONTROL)  # noqa: PTH108
@@ -183,18 +181,16 @@ def _restore(argv: list[str], state: str, call: str) -> dict[str, float]:
 
             execute("qmp_capabilities", {})
             execute("migrate-incoming", {"uri": f"file:{state}"}, "completed")
-            mailbox = _tell(pid, argv) if call == "greet" else None
+            mailbox = _tell(pid, argv)
             execute("cont", {})
             running = time.perf_counter()
-            if mailbox is None:
-                _ask_health()
-            elif not asyncio.run(mailbox.answered()):
+            if not asyncio.run(mailbox.answered()):
                 raise RuntimeError("the guest refused its name")
             answered = time.perf_counter()
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    return {"running": (running - began) * 1000, "answer": (answered - began) * 1000}
+    return {"running": (running - began) * 1000, "greet": (answered - began) * 1000}
 
 
 def _open_tap() -> int:
@@ -238,15 +234,6 @@ def _tell(pid: int, argv: list[str]) -> Mailbox:
     if not mailbox.put(init.message()):
         raise RuntimeError("the guest does not wait for its name")
     return mailbox
-
-
-def _ask_health() -> None:
-    """One request to the guest's daemon, and its answer."""
-    with socket.create_connection((GUEST_ADDRESS, ENVD_PORT), timeout=_DEADLINE) as guest:
-        guest.sendall(request("GET", "/health", GUEST_ADDRESS, b"", None))
-        status = guest.recv(4096).split(b" ")[1]
-    if not status.startswith(b"2"):
-        raise RuntimeError(f"the guest answered {status!r}")
 
 
 if __name__ == "__main__":

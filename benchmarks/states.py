@@ -71,22 +71,20 @@ async def _creates(node: Node, client: Client, n: int) -> list[Result]:
     creates: list[float] = []
     deletes: list[float] = []
     steps: dict[str, list[float]] = {step: [] for step in STEPS}
-    floors: dict[str, list[float]] = {name: [] for name in ("running", *floor.CALLS)}
+    floors: dict[str, list[float]] = {"running": [], "greet": []}
     async with floor.opened(node.settings, node.home) as by_hand:
-        for turn in rounds(n, seconds=90):
+        for _ in rounds(n, seconds=90):
             created = await client.create()
             deletes.append((await client.delete(created.body["sandboxID"])).ms)
             creates.append(created.ms)
             for step in STEPS:
                 steps[step].append(created.steps[step])
-            call = floor.CALLS[turn % len(floor.CALLS)]
-            found = await by_hand.restore(call)
-            floors["running"].append(found["running"])
-            floors[call].append(found["answer"])
+            found = await by_hand.restore()
+            for name, samples in floors.items():
+                samples.append(found[name])
     ours = Result.goal_of("create to envd ready, no standby", creates, "ms", p50=60, p99=150)
     names = {
         "running": "floor, by hand: spawn QEMU, load the same state, virtual CPUs run",
-        "health": "floor, by hand: to envd's answer to GET /health",
         "greet": "floor, by hand: until the guest has taken its name, as our create tells it",
     }
     lows = {name: Result.of(names[name], samples, "ms") for name, samples in floors.items()}
