@@ -20,7 +20,8 @@ from aenv.images.capturing import StagedCapture
 from aenv.images.protocol import Captured
 from aenv.lifecycle.events import PauseRequested, ResumeRequested
 from aenv.lifecycle.machine import step
-from aenv.orchestrator import capture
+from aenv.orchestrator import capture, greeter
+from aenv.vmm.fake import FakeVm
 
 pytestmark = needs_root
 
@@ -267,6 +268,23 @@ async def test_a_guest_that_was_stopped_and_goes_on_is_told_the_time(node: Node,
         node.host.faults.append("save_fails" if doing == "pause" else "load_fails")
         await one.api(doing, {"snapshotID": good} if doing == "rollback" else {}, 500)
     await until(lambda: node.host.of(one.id).guest.times)
+
+
+async def test_a_guest_that_plays_with_its_mailbox_is_greeted_over_its_network(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def silent(vm: FakeVm, _message: bytes) -> bool:
+        await vm.thaw()
+        await asyncio.Event().wait()
+        return True
+
+    monkeypatch.setattr(greeter, "MAILBOX_DEADLINE", 0.1)
+    monkeypatch.setattr(FakeVm, "greet", silent)
+    one = await guest(node)
+    await one.keep("1")
+    await one.api("pause", {}, 204)
+    await one.api("resume", {"timeout": 300}, 201)
+    assert await one.kept() == "1"
 
 
 async def test_a_snapshot_of_a_paused_sandbox_leaves_it_paused(node: Node) -> None:
