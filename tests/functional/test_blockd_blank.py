@@ -16,26 +16,11 @@ from typing import Any
 import pytest
 from blockd_harness import Blockd, Refused, read, write
 
-from aenv.config import load
-from aenv.errors import ProvisionError
-from aenv.images.store import find_blockd
-
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="mounts: needs root")
 
 MIB = 1 << 20
 SIZE = 4 * MIB
 PAGE = 4096
-
-
-@pytest.fixture
-def blockd(tmp_path: Path) -> Iterator[Blockd]:
-    try:
-        find_blockd(load())
-    except ProvisionError as error:
-        pytest.skip(error.message)
-    daemon = Blockd(tmp_path)
-    yield daemon
-    daemon.close()
 
 
 def noise(seed: int, length: int) -> bytes:

@@ -9,31 +9,18 @@ import stat
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from blockd_harness import Blockd, Connection, Refused, read, write
 
 from aenv.config import load
-from aenv.errors import ProvisionError
 from aenv.images.store import find_blockd
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="mounts: needs root")
 
 MIB = 1 << 20
 BLOCK = 4096
-
-
-@pytest.fixture
-def blockd(tmp_path: Path) -> Iterator[Blockd]:
-    try:
-        find_blockd(load())
-    except ProvisionError as error:
-        pytest.skip(error.message)
-    daemon = Blockd(tmp_path)
-    yield daemon
-    daemon.close()
 
 
 class Guest:

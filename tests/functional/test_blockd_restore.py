@@ -14,10 +14,6 @@ from typing import Any
 import pytest
 from blockd_harness import Blockd, Refused
 
-from aenv.config import load
-from aenv.errors import ProvisionError
-from aenv.images.store import find_blockd
-
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="mounts: needs root")
 
 MIB = 1 << 20
@@ -27,17 +23,6 @@ IMAGE = random.Random(1).randbytes(SIZE)
 AT = SIZE // 2
 """Where the memory to restore differs from the image, in a part of the image that nobody has read."""
 CHANGE = random.Random(2).randbytes(3 * PAGE)
-
-
-@pytest.fixture
-def blockd(tmp_path: Path) -> Iterator[Blockd]:
-    try:
-        find_blockd(load())
-    except ProvisionError as error:
-        pytest.skip(error.message)
-    daemon = Blockd(tmp_path)
-    yield daemon
-    daemon.close()
 
 
 class Vmm:
